@@ -131,6 +131,75 @@ def test_every_error_is_found_in_the_module_of_errors() -> None:
     assert [name for name in found if name not in (errors.__doc__ or "").split()] == []
 
 
+def test_few_modules_beside_launch_write_the_environment() -> None:
+    """`launch/` starts processes, and may be one of them."""
+    writers = {
+        str(path.relative_to(SRC))
+        for path in FILES
+        if SRC / "launch" not in path.parents and writes_environment(ast.parse(path.read_text()))
+    }
+    assert writers == {
+        "process/procfs.py",  # on behalf of launch/
+        "compat/horovod/driver_client.py",  # the rank's numbers in the next world of an elastic job
+        "distributed/gloo_connections.py",  # PyTorch reads it from there only
+        "distributed/rendezvous/bootstrap.py",  # so do Gloo, NCCL and HCCL
+        "unedited/session.py",  # so does Python, which starts again
+        "unedited/launcher_env.py",  # what the script must not see
+        "distributed/rendezvous/listening.py",  # the number of a socket that is taken
+        "compat/horovod/basics.py",  # Horovod's name of one of our settings
+        "compat/horovod/util.py",  # Horovod's own function for it
+    }
+
+
+def writes_environment(tree: ast.Module) -> bool:
+    """By `os.environ[...] = ...`, `del os.environ[...]`, a method that changes it, or putenv."""
+    return any(
+        (
+            isinstance(node, ast.Subscript)
+            and not isinstance(node.ctx, ast.Load)
+            and ast.unparse(node.value) == "os.environ"
+        )
+        or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ")
+        or (
+            isinstance(node, ast.Attribute)
+            and re.fullmatch(
+                r"os\.(environ\.(clear|pop|popitem|setdefault|update)|putenv|unsetenv|environb)",
+                ast.unparse(node),
+            )
+        )
+        for node in ast.walk(tree)
+    )
+
+
+def test_few_modules_call_the_collectives_of_torch() -> None:
+    """The backend through shared memory calls those of Gloo itself."""
+    callers = {
+        str(path.relative_to(SRC / "distributed"))
+        for path in FILES
+        if {*collectives_of_torch(ast.parse(path.read_text()))}
+    }
+    assert callers == {
+        "communication/groups.py",
+        "communication/thread_channel.py",
+        "communication/transport.py",
+        "rendezvous/bootstrap.py",
+    }
+
+
+def collectives_of_torch(tree: ast.Module) -> Iterator[str]:
+    """The functions of torch.distributed by which ranks exchange anything, where it names them."""
+    pattern = re.compile(
+        r"(all_|batch_)?(reduce|gather|to_all|isend_irecv|scatter)(_\w+)?|reduce_scatter\w*|scatter"
+        r"|broadcast(_\w+)?|barrier|monitored_barrier|i?(send|recv)(_object_list)?|new_\w*group\w*"
+    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and pattern.fullmatch(node.attr):
+            if ast.unparse(node.value) in ("dist", "torch.distributed", "distributed_c10d"):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            yield from (name.name for name in node.names if pattern.fullmatch(name.name))
+
+
 def test_private_names_of_torch_stand_in_one_module() -> None:
     found = {path.name for path in FILES if [*private_names_of_torch(ast.parse(path.read_text()))]}
     assert found == {"torch_private.py"}

@@ -1,7 +1,6 @@
 """Masks the launcher's environment variables and other ranks' devices from the script.
 
-Besides `launch/` this is the only module that writes to the environment. It can restore what it
-masks.
+It can restore what it masks.
 """
 
 from __future__ import annotations

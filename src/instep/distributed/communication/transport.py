@@ -1,6 +1,6 @@
 """Transports move tensors and values between ranks.
 
-Only this module, `rendezvous`, `groups`, `thread_channel` and the shared-memory backend call
+Only this module, `bootstrap`, `groups` and `thread_channel` call the collectives of
 torch.distributed.
 """
 
@@ -322,7 +322,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
 def get_transport(group: Group | None = None) -> Transport:
     """The transport between all ranks, or those of `group`; joins the process group if need be.
 
-    No other code tells a world of one from a world of several. Raises NotAMemberError.
+    In a world of one it answers at once, so that no caller has two ways. Raises NotAMemberError.
     """
     if _override is not None:
         return _override
