@@ -70,9 +70,9 @@ def threads_per_rank(size: int) -> int:
 
 def count_cores() -> int:
     """The cores of this process by its CPU affinity and its container's quota."""
-    count_cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
-        return count_cores
-    return count_cores if quota == "max" else min(count_cores, math.ceil(int(quota) / int(period)))
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

@@ -145,8 +145,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         words = command[2:] if command[:2] == _ANY_COMMAND else command
         print(f"instep: {size} ranks: {' '.join(words)}", file=sys.stderr)
     if options is not None:
-        find_hosts = partial(_find_hosts, asked, size)
-        return Driver(command, asked.output_filename, variables, options, find_hosts).run()
+        hosts_now = partial(_find_hosts, asked, size)
+        return Driver(command, asked.output_filename, variables, options, hosts_now).run()
     hosts = _hosts(asked)
     if hosts is not None and not all(map(is_this_host, hosts)):
         return _run_on_hosts(asked, take_slots(hosts, size), command, variables)

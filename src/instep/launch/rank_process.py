@@ -46,12 +46,12 @@ class RankProcess:
     def receive(self) -> bytes:
         """Read READY, BEGUN, FAILED, several of them, or nothing if the rank has closed its end."""
         try:
-            encode_message = self.line.recv(16)
+            message = self.line.recv(16)
         except ConnectionResetError:
             return b""
-        self._ready = self._ready or READY in encode_message
-        self.has_begun = self.has_begun or BEGUN in encode_message
-        return encode_message
+        self._ready = self._ready or READY in message
+        self.has_begun = self.has_begun or BEGUN in message
+        return message
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal. A rank that does not handle SIGINT yet gets SIGTERM instead."""
@@ -68,8 +68,8 @@ class RankProcess:
         """Whether READY has been read, or is waiting to be read."""
         if not self._ready:
             with suppress(BlockingIOError, ConnectionResetError):
-                encode_message = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                self._ready = READY in encode_message
+                message = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                self._ready = READY in message
         return self._ready
 
     def record_end(self, ending_by: int | None) -> RankExit:

@@ -321,10 +321,10 @@ class Supervisor:
             self._on_rank_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
 
     def _on_rank_message(self, rank: RankProcess) -> None:
-        encode_message = rank.receive()
-        if not encode_message:
+        message = rank.receive()
+        if not message:
             self._selector.unregister(rank.line)
-        if FAILED in encode_message:
+        if FAILED in message:
             self._on_rank_failure(AFTER_INTERRUPT)
 
     def _on_supervisor_message(self, node: int, line: socket.socket) -> None:

@@ -61,14 +61,14 @@ def read(path: str) -> PortFile | None:
     """
     try:
         port, secret, *hosts = read_private_file(path).split()
-        read = [PortFile(host, int(port), bytes.fromhex(secret)) for host in hosts]
+        found = [PortFile(host, int(port), bytes.fromhex(secret)) for host in hosts]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, str(error.strerror)) from None
     except ValueError:
         raise _unusable(path, "it is no port file of instep's") from None
-    return next((each for each in read if is_listening(each.host, each.port)), None)
+    return next((each for each in found if is_listening(each.host, each.port)), None)
 
 
 def is_listening(host: str, port: int) -> bool:

@@ -60,14 +60,14 @@ def _overloaded(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
 
 def _with_options(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments as lists of tensors and options."""
-    make_options, count, names = _OPTIONS[name]
+    options_class, count, names = _OPTIONS[name]
     by_name = dict(zip(names, args[count:], strict=False)) | kwargs
     options = by_name.pop("opts", None)
     if len(args) > count and _are_options(args[count]):
         options = args[count]
         del by_name[names[0]]
     if options is None:
-        options = make_options()
+        options = options_class()
     for field in names:
         if (value := by_name.pop(field, None)) is not None:
             setattr(options, _FIELDS[field], value)

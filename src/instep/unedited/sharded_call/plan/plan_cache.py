@@ -139,10 +139,10 @@ class CacheEntry:
         return attributes is None or attributes.due != self.attributes_due
 
     def _has_new_attributes(self) -> bool:
-        is_due = self.has_due_attributes()
+        has_due = self.has_due_attributes()
         if self.attributes is not None and (attributes := self.attributes()) is not None:
             self.attributes_due = attributes.due
-        return is_due
+        return has_due
 
     def finish(self, module: nn.Module) -> None:
         """After a call: what it has changed by itself is no change of the script's."""
@@ -162,12 +162,12 @@ class CacheEntry:
 
     def _has_new_numbers(self, call: BoundCall) -> bool:
         rows = max_rows(call.leaves)
-        numbers = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
-        if repr(numbers) == repr(self.numbers):
+        given = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
+        if repr(given) == repr(self.numbers):
             return False
-        before, self.numbers = self.numbers, numbers
+        before, self.numbers = self.numbers, given
         is_new = False
-        for k, (old, new) in enumerate(zip_longest(before, numbers)):
+        for k, (old, new) in enumerate(zip_longest(before, given)):
             if repr(old) != repr(new):
                 self.changes[k] = self.changes.get(k, 0) + 1
                 is_new |= is_due(self.changes[k], self.calls)

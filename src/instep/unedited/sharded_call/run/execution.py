@@ -60,7 +60,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     """
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
-    versions = _buffer_versions(call.parts)
+    before = _buffer_versions(call.parts)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     try:
         region, local, structure = run_planned(call, plan, group)
@@ -70,7 +70,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
         _wait_for_same_error(error, name, group)
         raise
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
-        if versions != _buffer_versions(call.parts):
+        if before != _buffer_versions(call.parts):
             raise ShardedCallError(
                 f"{name} began to draw random numbers in its forward, which it did not before, "
                 "and has changed its buffers meanwhile. Run this script with --plain, or let it "
