@@ -98,7 +98,7 @@ def _metric_over_local_length(info: ScriptInfo) -> Iterator[Hit]:
     """
     for numerator, denominator, place in _divisions(info):
         measured = _length_of_share(info, denominator)
-        name = _count_name(info, numerator)
+        name = _count_name(numerator)
         if (
             measured is None
             or name is None
@@ -153,7 +153,7 @@ def _local_count_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for numerator, denominator, place in _divisions(info):
-        name = _count_name(info, numerator)
+        name = _count_name(numerator)
         whole = _length_of_dataset(info, denominator)
         if name is None or whole is None or not _is_filled_in_sharded_loop(info, place, name):
             continue
@@ -206,7 +206,7 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for numerator, denominator, place in _divisions(info):
-        name = _count_name(info, numerator)
+        name = _count_name(numerator)
         if name is None or _is_reduced_nearby(info, place):
             continue
         for loader in _sharded_loaders_of(info, place, name):
@@ -303,7 +303,7 @@ def _length_of_dataset(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     return None
 
 
-def _count_name(info: ScriptInfo, node: ast.expr) -> str | None:
+def _count_name(node: ast.expr) -> str | None:
     """The name that is divided: `correct` in `100.0 * correct.item()`."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id not in {"float", "int", "torch"}:
@@ -313,7 +313,7 @@ def _count_name(info: ScriptInfo, node: ast.expr) -> str | None:
 
 def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
     """Whether the number was summed over the ranks, in place or by assignment."""
-    name = _count_name(info, numerator)
+    name = _count_name(numerator)
     function = info.script.function_of(numerator)
     for call in info.reduction_calls:
         if info.script.function_of(call) is not function or call.lineno > numerator.lineno:

@@ -104,7 +104,6 @@ class FlightRecord:
     epoch: int
     step: int
     phase: str
-    phase_since: float
     last_left: float | None
     """When the rank left a collective; None before it has left one."""
     is_reported: bool = False
@@ -134,17 +133,6 @@ def group_text(name: str, ranks: Iterable[int]) -> str:
 def message_group(rank: int, other: int, tag: int = 0) -> str:
     """As `group_text`, for messages between two ranks of the job: their order is their own."""
     return group_text(f"{MESSAGES}{tag}", sorted((rank, other)))
-
-
-def group_members(text: str) -> list[int]:
-    """The members of a group by its text; none where they were too many to be recorded."""
-    members: list[int] = []
-    for run in text.rpartition(":")[2].split(","):
-        first, _, last = run.partition("-")
-        if not first.isdigit() or not (last.isdigit() or not last):
-            return []
-        members += range(int(first), int(last or first) + 1)
-    return members
 
 
 def encode_signature(
@@ -213,7 +201,6 @@ def _from_header(header: Sequence[int], entries: tuple[Entry, ...]) -> FlightRec
         header[EPOCH],
         header[STEP],
         _phase(header[PHASE]),
-        header[PHASE_SINCE] / 1e9,
         header[LAST_LEFT] / 1e9 or None,
         header[REPORTED] != 0,
     )

@@ -316,7 +316,7 @@ def _add_state(key: bytes, one_host: bool, store_of_torch: dist.Store | None = N
     assert dist.group.WORLD is not None
     below = default_store()
     # Whoever has the store can use it after the group was destroyed, as threads that write do.
-    store = VerifiedStore(below, derive_key(key, "store"), keeps=store_of_torch)
+    store = VerifiedStore(below, derive_key(key, "store"), referenced=store_of_torch)
     _states[dist.group.WORLD] = _GroupState(key, store, one_host)
 
 

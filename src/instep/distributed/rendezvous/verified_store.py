@@ -30,13 +30,13 @@ class VerifiedStore(dist.Store):
 
     Keep a reference as long as torch may use it: C++ calls these methods, but does not keep the
     Python object. Reading raises AuthenticationError for a value that was written without the key.
-    `keeps` is such an object below `store`.
+    `referenced` is such an object below `store`: it lives as long as this one.
     """
 
-    def __init__(self, store: dist.Store, key: bytes, keeps: dist.Store | None = None) -> None:
+    def __init__(self, store: dist.Store, key: bytes, referenced: dist.Store | None = None) -> None:
         super().__init__()
         self.underlying_store = store
-        self._keeps = keeps
+        self._reference = referenced
         self._key = key
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -31,7 +31,6 @@ from instep.unedited.sharded_call.plan.object_graph import is_of_script
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 """Types whose values are saved as they are; not their subclasses."""
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-SEQUENCES = (list, deque)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 BULK = 256
 """A list, dict or tuple of more entries is compared as a whole, if it holds nothing but data."""

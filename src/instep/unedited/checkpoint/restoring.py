@@ -79,7 +79,7 @@ class _Restoring:
                 raise _other(path)
             return self._built.by_path[path]
         if path not in self._made:
-            self._made[path] = self._make(path, self._entries[path])
+            self._made[path] = self._make(self._entries[path])
         return self._made[path]
 
     def _value(self, value: Any) -> Any:
@@ -96,7 +96,7 @@ class _Restoring:
             return _named(given[0])(given[1])
         return complex(*given) if kind == "complex" else range(*given)
 
-    def _make(self, path: str, entry: Mapping[str, Any]) -> Any:
+    def _make(self, entry: Mapping[str, Any]) -> Any:
         """A new object, still empty unless it can never be filled."""
         kind = entry["kind"]
         if kind == "tensor":

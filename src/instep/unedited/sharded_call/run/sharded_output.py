@@ -50,6 +50,10 @@ class ShardedOutput(Tensor):
     """All rows, an ordinary tensor, once an operation has needed them."""
     number: int
     """Equal on all ranks: all make these tensors in the same order."""
+    retains_own_grad: bool
+    """Whether `retain_grad` was called."""
+    own_grad: Tensor | None
+    """What it has kept: (all rows, ...)."""
 
     @staticmethod
     def of(local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
@@ -120,6 +124,7 @@ class _Shard(torch.autograd.Function):
         )
         output.local, output.block, output.group, output.full = local, block, group, None
         output.number = next(_numbers) % _CHANNELS
+        output.retains_own_grad, output.own_grad = False, None
         return output
 
     @staticmethod
@@ -184,9 +189,9 @@ def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None
 
 def _retain_grad(output: ShardedOutput) -> None:
     """As Tensor.retain_grad."""
-    if "keeps_grad" in output.__dict__:
+    if output.retains_own_grad:
         return
-    output.__dict__["keeps_grad"] = True
+    output.retains_own_grad = True
 
     def keep(grad: Tensor) -> None:
         before = _get_grad(output)
@@ -196,11 +201,11 @@ def _retain_grad(output: ShardedOutput) -> None:
 
 
 def _get_grad(output: ShardedOutput) -> Tensor | None:
-    return output.__dict__.get("whole_grad")
+    return output.own_grad
 
 
 def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
-    output.__dict__["whole_grad"] = grad
+    output.own_grad = grad
 
 
 def grad_of_outputs(
