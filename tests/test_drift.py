@@ -19,7 +19,7 @@ from instep.process.patching import Patch, PatchHandle
 from instep.training.batches import progress
 from instep.training.drift import ddp, non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
-from instep.training.drift.comparison import is_due
+from instep.training.drift.comparison import is_compared_step
 from pool import ranks, run, talking_over
 from sharded_training import sharding
 
@@ -64,12 +64,12 @@ class Training:
 
 
 def test_the_ranks_compare_often_at_first_and_then_every_so_many_steps():
-    assert [s for s in range(1, 402) if is_due(s, 100)] == [
+    assert [s for s in range(1, 402) if is_compared_step(s, 100)] == [
         *(2, 4, 8, 16, 32, 64),
         *(100, 200, 300, 400),
     ]
-    assert [s for s in range(1, 6) if is_due(s, 1)] == [1, 2, 3, 4, 5]
-    assert not any(is_due(s, 0) for s in range(1000))
+    assert [s for s in range(1, 6) if is_compared_step(s, 1)] == [1, 2, 3, 4, 5]
+    assert not any(is_compared_step(s, 0) for s in range(1000))
 
 
 @pytest.mark.parametrize(

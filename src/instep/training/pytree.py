@@ -25,9 +25,10 @@ from instep.process.torch_private import DisableTorchFunctionSubclass, tree_flat
 MAX_OBJECTS = 4096
 """How many objects `contents` visits at most, the nearest first."""
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+"""Types of values that nobody can change."""
 _BASES = (OrderedDict, defaultdict, dict, list, tuple, types.SimpleNamespace, object)
-_VALUES = (*_PLAIN, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size)
+_VALUES = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size)
 _NO_CONTENTS = (*_VALUES, Tensor, nn.Module, type, types.FunctionType, types.ModuleType)
 
 
@@ -127,7 +128,7 @@ def contents(value: Any) -> list[Any]:
         if isinstance(each, _NO_CONTENTS):
             continue
         for inner in _contents(each):
-            if isinstance(inner, _PLAIN):
+            if isinstance(inner, PLAIN):
                 found.append(inner)
             elif id(inner) not in known:
                 known.add(id(inner))
@@ -289,7 +290,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return True
     if type(value) is dict:
         return all(map(_is_data, value.values()))
@@ -316,9 +317,7 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    return now is before or (
-        isinstance(now, _PLAIN) and type(now) is type(before) and now == before
-    )
+    return now is before or (isinstance(now, PLAIN) and type(now) is type(before) and now == before)
 
 
 def versions(values: Iterable[Any]) -> list[int]:

@@ -54,7 +54,7 @@ class NamedReduction:
     def _start_adasum(self, tensors: Tensors, in_place: bool, convert: Convert) -> Handle:
         """Gather all ranks' tensors, and combine them here."""
         size = len(self.process_set.members)
-        if size & (size - 1):
+        if size.bit_count() != 1:
             raise UnsupportedOpError("Adasum", f"{size} ranks", ["pairs, of 1, 2, 4, 8, ... ranks"])
         if self.process_set is not global_process_set:
             raise UnsupportedOpError("Adasum", "a process set", ["all ranks together"])

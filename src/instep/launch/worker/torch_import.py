@@ -6,14 +6,13 @@ from __future__ import annotations
 import functools
 import gc
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
 from instep.process.import_hooks import after_import, during_import
-
-Function = Callable[..., Any]
+from instep.process.patching import Function
 
 _DISABLED = "__dynamo_disable"
 """The attribute in which torch keeps what torch._dynamo makes of a function at its first call."""

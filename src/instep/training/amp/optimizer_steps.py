@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.process.patching import Function
 from instep.training.amp.casting import no_cast
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.levels import HALVES, Options
 from instep.training.amp.loss_scaler import unscale
 from instep.training.amp.master_weights import MasterWeight
+from instep.training.optimizer_shards.sharded_step import PRECISION
 
 Report = Callable[[str], None]
-Function = Callable[..., Any]
-
-_ATTRIBUTE = "_instep_steps"
 
 
 def steps_of(optimizer: object) -> OptimizerSteps:
@@ -28,13 +27,13 @@ def steps_of(optimizer: object) -> OptimizerSteps:
             "this optimizer's precision was never set; pass it to the same call as its model "
             "before scaling a loss for it."
         )
-    steps: OptimizerSteps = getattr(optimizer, _ATTRIBUTE)
+    steps: OptimizerSteps = getattr(optimizer, PRECISION)
     return steps
 
 
 def is_prepared(optimizer: object) -> bool:
     """Whether an optimizer's precision is set."""
-    return hasattr(optimizer, _ATTRIBUTE)
+    return hasattr(optimizer, PRECISION)
 
 
 class OptimizerSteps:
@@ -71,7 +70,7 @@ class OptimizerSteps:
         for name, original in self._originals.items():
             method = _with_attributes_of(original, _METHODS[name])
             setattr(optimizer, name, MethodType(method, optimizer))
-        setattr(optimizer, _ATTRIBUTE, self)
+        setattr(optimizer, PRECISION, self)
 
     @property
     def device(self) -> torch.device:

@@ -36,14 +36,14 @@ ROUNDING = 256
 are those of ranks whose processors or kernels round differently: that is a warning."""
 
 
-def is_due(step: int, every: int) -> bool:
+def is_compared_step(step: int, every: int) -> bool:
     """Whether the ranks compare at the end of this step, counted from 1.
 
     Before the first multiple of `every` at 2, 4, 8, ...: most causes are there from the start.
     """
     if not every or step < min(every, 2):
         return False
-    return step % every == 0 or (step < every and step & (step - 1) == 0)
+    return step % every == 0 or (step < every and step.bit_count() == 1)
 
 
 _check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ class DriftCheck:
         self.step += 1
         if self.step == 1:
             self._requests_before = requests
-        if is_due(self.step, self._every):
+        if is_compared_step(self.step, self._every):
             self.compare(requests - self._requests_before)
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -115,7 +115,7 @@ class DriftCheck:
             return
         self.step += 1
         self._without_sums[optimizer] = self.step, count + 1
-        if is_due(count + 1, self._every):
+        if is_compared_step(count + 1, self._every):
             self.compare()
 
     def compare(self, requests: int = 0) -> None:

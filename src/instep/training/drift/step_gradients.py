@@ -17,7 +17,7 @@ from instep.process import settings
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import (
     by_value,
-    is_due,
+    is_compared_step,
     is_rounding,
     measure_difference,
     name_of,
@@ -48,7 +48,7 @@ class GradientCheck:
         Raises DriftError on every rank. A difference that rounding explains is none.
         """
         self._step += 1
-        if not is_due(self._step, int(settings.DRIFT_STEPS)):
+        if not is_compared_step(self._step, int(settings.DRIFT_STEPS)):
             return
         compared = {
             place: gradient

@@ -111,7 +111,7 @@ class _DividedStep:
         self._tensors = tensors
         self._whole_steps += 1
         times, rest = divmod(self._whole_steps, _FIRST_TRY)
-        is_time = not rest and times & (times - 1) == 0  # a power of two
+        is_time = not rest and times.bit_count() == 1
         return (
             is_time
             and self.copy.can_begin(columns[0], transport)

@@ -32,7 +32,7 @@ _FUSED = {optim.Adam, optim.AdamW}
 """Those whose fused kernel on a CPU is several times as fast as PyTorch's default."""
 _OF_LOCAL_STEP = ("params", "fused")
 """Options that a group of slices may have otherwise than the script's group."""
-_PRECISION = "_instep_steps"
+PRECISION = "_instep_steps"
 """The attribute of an optimizer that `instep.precision` has prepared."""
 _SHARDS = "_instep_shards"
 _KNOWN_TO_SCHEDULERS = "_wrapped_by_lr_sched"
@@ -68,7 +68,7 @@ def _division_of(optimizer: Optimizer) -> Divide:
     by = getattr(kind, "updates_by", known)
     if by not in _DIVISIONS:
         raise CannotShardError.of_optimizer(kind.__name__)
-    if hasattr(optimizer, _PRECISION):
+    if hasattr(optimizer, PRECISION):
         raise CannotShardError(
             "this optimizer has master weights or a loss scale of instep.precision, with which "
             "instep.shard(optimizer) does not work yet. Leave it undivided."

@@ -25,11 +25,9 @@ from torch.utils.data import DataLoader
 
 from instep.distributed.identity.accelerators import ACCELERATORS
 from instep.training.drift.bit_sums import is_comparable
-from instep.training.pytree import attributes_of
-from instep.unedited.sharded_call.plan.object_graph import is_of_script
+from instep.training.pytree import PLAIN, attributes_of
+from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_script
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
-"""Types whose values are saved as they are; not their subclasses."""
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 BULK = 256
@@ -133,7 +131,7 @@ def slots_of(value: Any, kind: str) -> list[tuple[str, Any]]:
     if kind == "set":
         return [(f"{UNORDERED}{k}", entry) for k, entry in enumerate(value)]
     if kind == "cell":
-        return [] if _is_empty(value) else [(".value", value.cell_contents)]
+        return [] if is_empty_cell(value) else [(".value", value.cell_contents)]
     if kind == "class":
         return [
             (f".{name}", entry)
@@ -161,13 +159,6 @@ def slots_of(value: Any, kind: str) -> list[tuple[str, Any]]:
 def attribute_slots(value: Any) -> list[tuple[str, Any]]:
     """The attributes of an object, without those of its class."""
     return [(f".{name}", entry) for name, entry in attributes_of(value).items()]
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
 
 
 # -------------------------------------------------------------------------------- its content

@@ -38,7 +38,7 @@ class ExchangePolicy:
         A check compares a sample that two ranks have loaded, in the 1st, 2nd, 4th, 8th ... batch.
         """
         self._batches += 1
-        checks = self.ranks > 1 and not self._batches & (self._batches - 1)
+        checks = self.ranks > 1 and self._batches.bit_count() == 1
         if self._forced and not self.exchanges:
             return False, False
         return self.exchanges or checks, checks

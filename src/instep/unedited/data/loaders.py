@@ -145,7 +145,7 @@ def _has_generator(loader: DataLoader[Any]) -> bool:
     where there is much to be looked at, ranks may find it in different places, or not at all."""
     known = _known(loader)
     known.passes += 1
-    if not known.passes & (known.passes - 1):
+    if known.passes.bit_count() == 1:
         found = get_transport().all_gather_object(find_generator(loader.dataset))
         known.generator = next(filter(None, found), None)
     if loader.num_workers and may_set_generator(loader.worker_init_fn):

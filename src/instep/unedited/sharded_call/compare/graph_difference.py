@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.unedited.sharded_call.plan.object_graph import PLAIN, GraphNode, ObjectGraph, join
+from instep.training.pytree import PLAIN
+from instep.unedited.sharded_call.plan.object_graph import GraphNode, ObjectGraph, join
 
 _ABSENT = object()
 

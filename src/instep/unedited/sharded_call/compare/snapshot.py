@@ -14,7 +14,7 @@ from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, join
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
@@ -172,4 +172,4 @@ class Snapshot:
         return graph_difference.find_difference(self.graph, expected.graph, before.graph, tolerance)
 
     def _path(self, part: int, name: str) -> str:
-        return f"{self._names[part]}.{name}".removeprefix(".")
+        return join(self._names[part], name)

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 from torch import Tensor, nn
 
+from instep.training.pytree import PLAIN
 from instep.unedited.sharded_call.plan.object_graph import (
     HOOK_TABLES,
-    PLAIN,
     GraphNode,
     ObjectGraph,
     is_of_script,
@@ -50,7 +50,7 @@ Key = tuple[str, int, str]
 _PARTS: Key = ("", 0, "parts")
 
 
-def is_due(changes: int, calls: int) -> bool:
+def is_compared_change(changes: int, calls: int) -> bool:
     """Whether the `changes`-th change of a number within so many calls calls for a comparison."""
     is_stable = changes * STABLE_CALLS <= calls
     return changes <= FEW_CHANGES or is_stable or changes.bit_count() == 1
@@ -237,7 +237,7 @@ class AttributeChanges:
             if is_flag:
                 return
         self._changes[key] = self._changes.get(key, 0) + 1
-        self.due += is_due(self._changes[key], self.calls)
+        self.due += is_compared_change(self._changes[key], self.calls)
 
 
 def _table_of(node: GraphNode) -> _Table | None:

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.process.torch_private import DisableTorchFunctionSubclass
-from instep.training.pytree import attributes_of
+from instep.training.pytree import PLAIN, attributes_of
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
 MAX_ARRAY = 1 << 24
 """Larger arrays are not looked at, in bytes."""
 
-PLAIN = (str, bytes, bool, int, float, complex, type(None))
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
 _ABSENT = object()
@@ -73,7 +72,7 @@ class GraphNode:
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, types.CellType):
-            return [] if _is_empty(value) else [value.cell_contents]
+            return [] if is_empty_cell(value) else [value.cell_contents]
         if isinstance(value, type):
             return {k: v for k, v in vars(value).items() if not k.startswith("__")}
         return attributes_of(value) if _state_of(value) is None else _state_of(value)
@@ -141,7 +140,8 @@ def _is(left: object, right: object) -> bool:
     return left is right
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def is_empty_cell(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has no value yet, or none any more."""
     try:
         return cell.cell_contents is _ABSENT
     except ValueError:
@@ -283,7 +283,7 @@ class ObjectGraph:
         self._followed.add(id(function))
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
-            if not _is_empty(cell) and _is_looked_at(cell.cell_contents):
+            if not is_empty_cell(cell) and _is_looked_at(cell.cell_contents):
                 self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
         names = tuple(dict.fromkeys(_names(function.__code__)))
         self._look_at_globals(function.__globals__, names, "global variable ")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from instep.distributed import numbers
 from instep.process import settings
-from instep.training.drift.comparison import is_due as drift_check_is_due
+from instep.training.drift.comparison import is_compared_step
 from instep.training.pytree import is_cache, is_column, is_value
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
-from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_due
+from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
@@ -170,7 +170,7 @@ class CacheEntry:
         for k, (old, new) in enumerate(zip_longest(before, given)):
             if repr(old) != repr(new):
                 self.changes[k] = self.changes.get(k, 0) + 1
-                is_new |= is_due(self.changes[k], self.calls)
+                is_new |= is_compared_change(self.changes[k], self.calls)
         return is_new
 
     def is_sampled(self) -> bool:
@@ -192,7 +192,7 @@ class CacheEntry:
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""
-        return drift_check_is_due(self.calls, int(settings.DRIFT_STEPS))
+        return is_compared_step(self.calls, int(settings.DRIFT_STEPS))
 
     def divided_calls(self) -> str:
         """What a comparison that fails in this call says of those before it; "" for none."""

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from instep.training.pytree import PLAIN
 from instep.unedited.sharded_call.plan.object_graph import (
     HOOK_TABLES,
     MAX_NODES,
     MODULE_TABLES,
-    PLAIN,
     has_contents,
 )
 
