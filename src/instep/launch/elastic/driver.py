@@ -75,6 +75,14 @@ class _Member:
     kill_at: float = float("inf")
     """It is not needed any more, and gets SIGKILL then."""
 
+    def is_leaving(self) -> bool:
+        """Whether it is not needed any more."""
+        return self.kill_at < float("inf")
+
+    def leave_by(self, deadline: float) -> None:
+        """It is not needed any more, and has until then to end by itself."""
+        self.kill_at = deadline
+
 
 class Driver:
     """Runs one job. Its methods run in one thread, after each event that the selector reports."""
@@ -161,7 +169,7 @@ class Driver:
     def _form_world(self) -> None:
         """Form the next world if all its ranks wait for it; first start those that are missing."""
         now = time.monotonic()
-        living = {m.slot: m.rank for m in self._members if m.kill_at == float("inf")}
+        living = {m.slot: m.rank for m in self._members if not m.is_leaving()}
         free = self._hosts.slots(now)
         if self._has_finished:  # ranks that meet again get no new ones
             free = [slot for slot in free if slot in living]
@@ -175,7 +183,7 @@ class Driver:
         for rank, slot in enumerate(chosen):
             if slot not in living:
                 self._start(slot, rank, len(chosen))
-        by_slot = {m.slot: m for m in self._members if m.kill_at == float("inf")}
+        by_slot = {m.slot: m for m in self._members if not m.is_leaving()}
         world = [by_slot[slot] for slot in chosen]
         if world and all(member.port is not None for member in world):
             self._begin_world(world, set(free))
@@ -210,7 +218,7 @@ class Driver:
         """It waits for a world in which it has no slot."""
         member.connection.send("leave")
         member.port = None
-        member.kill_at = time.monotonic() + LEAVE_SECONDS
+        member.leave_by(time.monotonic() + LEAVE_SECONDS)
 
     def _start(self, slot: Slot, rank: int, size: int) -> None:
         number = len(self._started)
@@ -256,7 +264,7 @@ class Driver:
             self._selector.unregister(member.connection)
             return
         for message in messages:
-            if message["type"] == "join" and member.kill_at == float("inf"):
+            if message["type"] == "join" and not member.is_leaving():
                 member.port = message["port"]
                 if not self._forming:
                     self._forming = True
@@ -271,7 +279,7 @@ class Driver:
         member.connection.close()
         self._members.remove(member)
         end = member.process.record_end(None)
-        if member.kill_at < float("inf"):
+        if member.is_leaving():
             return
         if end.code == 0:
             self._has_finished = True
@@ -309,9 +317,9 @@ class Driver:
         line = f"instep: rank {member.name} on {host} {failure}{what}\n{failure.text}"
         print(line.rstrip(), file=sys.stderr, flush=True)
         for other in self._members:
-            if other.slot not in free and other.kill_at == float("inf"):
+            if other.slot not in free and not other.is_leaving():
                 other.process.signal(signal.SIGTERM)
-                other.kill_at = now + TERMINATE_SECONDS
+                other.leave_by(now + TERMINATE_SECONDS)
 
     def _on_hosts(self) -> None:
         self._hosts.update(self._discovery.receive())

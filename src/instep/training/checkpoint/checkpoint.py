@@ -232,11 +232,7 @@ class Checkpoint:
 
         Raises CheckpointError.
         """
-        self._writer.wait()
-        if self._flag is not None:
-            self._flag.remove()
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
         self._raise_on_all_ranks(self._writer.pop_error())
 
     def __enter__(self) -> Checkpoint:
@@ -246,11 +242,15 @@ class Checkpoint:
         if error_type is None:
             self.close()
         else:  # the other ranks may be elsewhere
-            self._writer.wait()
-            if self._flag is not None:
-                self._flag.remove()
-            if self._lock is not None:
-                self._lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        """Wait until everything is on the disk, and leave the signals and the folder to others."""
+        self._writer.wait()
+        if self._flag is not None:
+            self._flag.remove()
+        if self._lock is not None:
+            self._lock.release()
 
     # ------------------------------------------------------------------------------- the parts
 
