@@ -140,10 +140,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def default_device_types() -> list[str]:
-    """The types of devices that the default process group serves."""
-    assert dist.group.WORLD is not None
-    return [device.type for device in dist.group.WORLD._device_types]
+def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
+    """The types of devices that a process group serves; None is the default one."""
+    members = group or dist.group.WORLD
+    assert members is not None
+    return [device.type for device in members._device_types]
 
 
 def process_groups() -> Iterable[dist.ProcessGroup]:

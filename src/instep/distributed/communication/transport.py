@@ -23,7 +23,7 @@ from instep.distributed.communication.local_transport import Completed, LocalTra
 from instep.distributed.errors import RendezvousError
 from instep.distributed.flight_record.record_format import group_text, message_group
 from instep.distributed.flight_record.recorder import enter, leaving
-from instep.distributed.identity.torch_devices import current_device
+from instep.distributed.identity.torch_devices import control_device
 from instep.distributed.pending import Pending, RoundedSum
 from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog import interrupts
@@ -120,7 +120,7 @@ class ProcessGroupTransport:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.control_device = _control_device(group or dist.group.WORLD)
+        self.control_device = control_device(group)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._weak_group = None if group is None else weakref.ref(group)
         # Collectives of some of the ranks are not counted: see `watchdog.interrupts`.
@@ -365,12 +365,6 @@ def overlap_group(transport: Transport) -> Transport:
     if world not in _overlap_groups:
         _overlap_groups[world] = dist.new_group(timeout=settings.timeout())
     return ProcessGroupTransport(_overlap_groups[world])
-
-
-def _control_device(group: dist.ProcessGroup | None) -> torch.device:
-    assert group is not None
-    types = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in types else current_device(types[0])
 
 
 _override: Transport | None = None

@@ -12,6 +12,7 @@ import torch
 from instep.distributed.identity.accelerators import Accelerator, row_of
 from instep.process import settings
 from instep.process.torch_private import (
+    device_types,
     dispatch_key_for_device,
     has_kernel_for_dispatch_key,
     known_accelerator,
@@ -46,6 +47,12 @@ def current_device(device_type: str) -> torch.device:
     if device_type == accelerator_type():
         return torch.device(device_type, torch.accelerator.current_device_index())
     return torch.device(device_type, 0)
+
+
+def control_device(group: torch.distributed.ProcessGroup | None = None) -> torch.device:
+    """The device of small tensors for a process group; None is the default one."""
+    types = device_types(group)
+    return CPU if "cpu" in types else current_device(types[0])
 
 
 def is_in_use() -> bool:

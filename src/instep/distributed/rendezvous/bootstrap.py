@@ -45,7 +45,7 @@ from instep.distributed.watchdog import client
 from instep.process import malloc, settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.exit_status import format_ranks
-from instep.process.torch_private import default_device_types, default_store
+from instep.process.torch_private import default_store
 
 _FILES, _FILES_PER_RANK = 512, 4
 """Files that a rank may open: its own, and connections to the others. Gloo has one for each other
@@ -323,7 +323,7 @@ def _add_state(key: bytes, one_host: bool, store_of_torch: dist.Store | None = N
 def _agreed_key(secret: bytes | None) -> bytes:
     """Derived from the secret that all ranks were given, or drawn where none was given."""
     mine = bytes(32) if secret is None else derive_key(secret, "which")
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_control_device())
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(torch_devices.control_device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(received, sent)
     unlike = [rank for rank, each in enumerate(received) if not torch.equal(each, received[0])]
@@ -338,13 +338,7 @@ def _agreed_key(secret: bytes | None) -> bytes:
 
 def _broadcast_key() -> bytes:
     """Rank 0 draws it and broadcasts it, not through the store. Collective."""
-    key = torch.frombuffer(bytearray(make_secret()), dtype=torch.uint8).to(_control_device())
+    drawn = torch.frombuffer(bytearray(make_secret()), dtype=torch.uint8)
+    key = drawn.to(torch_devices.control_device())
     dist.broadcast(key, 0)
     return key.cpu().numpy().tobytes()
-
-
-def _control_device() -> torch.device:
-    """The device of small tensors for the default process group."""
-    assert dist.group.WORLD is not None
-    types = default_device_types()
-    return torch.device("cpu") if "cpu" in types else torch_devices.current_device(types[0])
