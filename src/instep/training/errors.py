@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from instep.errors import LaunchError, TrainingError
-from instep.process import settings
 from instep.process.exit_status import format_ranks
 
 
 class BitwiseError(LaunchError):
     """`--bitwise` with a number of ranks or a script that cannot be, or a script without it that
     asks for it."""
-
-
-def check_bitwise(asked: int | None) -> None:
-    """Raise BitwiseError if `asked` or INSTEP_BITWISE is a number of virtual shards: a script that
-    divides its batches itself does not have them."""
-    shards = asked or int(settings.BITWISE)
-    if shards:
-        raise BitwiseError(
-            f"the same bits at any number of ranks take `instep run --bitwise {shards} train.py`, "
-            f"or INSTEP_BITWISE={shards} and `python -m instep train.py` under another launcher; "
-            "this script was started otherwise."
-        )
 
 
 class ReplicatedTwiceError(TrainingError):
@@ -92,7 +80,7 @@ class DriftError(TrainingError):
         cls, name: str, groups: Mapping[str, Sequence[int]], since: tuple[int, int]
     ) -> DriftError:
         """Of a hyper-parameter; `groups`: the ranks that have each value."""
-        shown = "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in groups.items())
+        shown = _format_groups(groups)
         return cls(
             f"{name} is not the same on all ranks ({shown}), {_since(since)}. Set it to one value, "
             "whatever the rank and its data are."
@@ -101,7 +89,7 @@ class DriftError(TrainingError):
     @classmethod
     def of_batches(cls, groups: Mapping[int, Sequence[int]], since: tuple[int, int]) -> DriftError:
         """Of the batches that were requested since the first step; `groups`: by their number."""
-        shown = "; ".join(f"{format_ranks(ranks)}: {count}" for count, ranks in groups.items())
+        shown = _format_groups(groups)
         return cls(
             "the ranks have requested different numbers of batches from their loaders since the "
             f"first step ({shown}), {_since(since)}: gradients of different batches are summed. A "
@@ -111,7 +99,7 @@ class DriftError(TrainingError):
     @classmethod
     def of_left_out(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
         """Of the batches without a backward; `groups`: the ranks that have each number of them."""
-        shown = "; ".join(f"{format_ranks(ranks)}: {count}" for count, ranks in groups.items())
+        shown = _format_groups(groups)
         return cls(
             "the ranks would sum gradients of different batches: of those that they took from "
             f"loaders, they have left out different numbers ({shown}). Leave a batch out on all "
@@ -122,7 +110,7 @@ class DriftError(TrainingError):
     @classmethod
     def of_epochs(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
         """Of the epochs of a loader; `groups`: the ranks in each of them."""
-        shown = "; ".join(f"{format_ranks(ranks)}: {epoch + 1}" for epoch, ranks in groups.items())
+        shown = _format_groups({epoch + 1: ranks for epoch, ranks in groups.items()})
         return cls(
             f"the ranks are in different epochs of a loader ({shown}): each has another order of "
             "samples. Some ranks only have begun to iterate over it, as by next(iter(loader)), or "
@@ -150,6 +138,11 @@ class DriftError(TrainingError):
             "ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names the step, 0 "
             "compares nothing."
         )
+
+
+def _format_groups(groups: Mapping[Any, Sequence[int]]) -> str:
+    """The ranks that have each value, and the value."""
+    return "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in groups.items())
 
 
 def _since(steps: tuple[int, int]) -> str:

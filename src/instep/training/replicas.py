@@ -41,7 +41,7 @@ from instep.training.buckets.sparse_sums import find_tables
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
 from instep.training.drift.comparison import DriftCheck, drift_check_of
-from instep.training.errors import CapturedStepError, ReplicatedTwiceError, check_bitwise
+from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
@@ -51,6 +51,7 @@ from instep.training.random_streams import (
     derive_seed,
     make_rng_state,
 )
+from instep.training.shards import check_bitwise
 
 M = TypeVar("M", bound=nn.Module)
 

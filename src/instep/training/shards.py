@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
+from instep.process import settings
 from instep.process.torch_private import tree_map
 from instep.training.batches.registry import is_registered, register, register_end, register_skipped
 from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
-from instep.training.errors import CannotShardError, ShardedTwiceError, check_bitwise
+from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.sliced import SlicedLoader
@@ -283,6 +284,18 @@ class TrackedIterator(Generic[T]):
             if self._last is None or not (self._planned and self._planned[0].is_empty):
                 raise
             return _copy_first_row(self._last)
+
+
+def check_bitwise(asked: int | None) -> None:
+    """Raise BitwiseError if `asked` or INSTEP_BITWISE is a number of virtual shards: a script that
+    divides its batches itself does not have them."""
+    shards = asked or int(settings.BITWISE)
+    if shards:
+        raise BitwiseError(
+            f"the same bits at any number of ranks take `instep run --bitwise {shards} train.py`, "
+            f"or INSTEP_BITWISE={shards} and `python -m instep train.py` under another launcher; "
+            "this script was started otherwise."
+        )
 
 
 def _copy_first_row(batch: T) -> T:
