@@ -17,7 +17,7 @@ import torch.distributed as dist
 import instep
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import join_check
-from instep.distributed.rendezvous.devices import check_devices_differ, group_ranks
+from instep.distributed.rendezvous.devices import check_devices_differ
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -25,6 +25,7 @@ from instep.errors import (
     PortInUseError,
     RendezvousError,
 )
+from instep.process.exit_status import group_ranks
 from pool import run
 
 pytestmark = pytest.mark.launch

@@ -1,9 +1,10 @@
-"""Exit codes, lists of ranks and the line about a failure, as text. Imports next to nothing."""
+"""Exit codes and failures as text, and lists of ranks. Imports next to nothing."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 UNKNOWN_RANK = -1
 """A rank of which an error does not say the number."""
@@ -42,6 +43,14 @@ def format_failure(
     if left := sorted(stopped):
         parts.append(f"{format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped")
     return "; ".join(parts)
+
+
+def group_ranks(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value: the index of `values` is the rank."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def format_ranks(numbers: Iterable[int], members: str = "rank") -> str:

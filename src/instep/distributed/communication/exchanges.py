@@ -24,7 +24,7 @@ from instep.distributed.communication.tensors import (
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.errors import DisagreementError
 from instep.distributed.identity.torch_devices import current_device
-from instep.distributed.rendezvous.devices import group_ranks
+from instep.process.exit_status import group_ranks
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.transport import get_transport, group_rank
 from instep.distributed.errors import DisagreementError
-from instep.distributed.rendezvous.devices import group_ranks
+from instep.process.exit_status import group_ranks
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import join_check
 from instep.errors import InstepWarning
 from instep.process import settings
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import format_ranks, group_ranks
 from instep.process.procfs import read_environ
 
 
@@ -105,11 +105,3 @@ def check_devices_differ(store: dist.Store, world: World, device: str, title: st
                 f"{format_ranks(ranks)} share one {title} ({name}); each rank needs its own. "
                 f"Give every task one {title}, or start as many ranks as there are {title}s."
             )
-
-
-def group_ranks(values: list[str]) -> dict[str, list[int]]:
-    """The ranks that hold each value: the index of `values` is the rank."""
-    holders: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        holders.setdefault(value, []).append(rank)
-    return holders

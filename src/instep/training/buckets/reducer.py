@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
+from instep.process.exit_status import group_ranks
 from instep.training.batches import progress
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
@@ -21,7 +22,7 @@ from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
-from instep.training.drift.comparison import DriftCheck, by_value
+from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import DriftError, MixedSumsError
 
@@ -241,9 +242,9 @@ class Reducer:
         except MixedSumsError:
             left_out, epochs = zip(*self.transport.all_gather_object(self._progress), strict=True)
             if len({*epochs}) > 1:
-                raise DriftError.of_epochs(by_value(epochs)) from None
+                raise DriftError.of_epochs(group_ranks(epochs)) from None
             if len({*left_out}) > 1:
-                raise DriftError.of_left_out(by_value(left_out)) from None
+                raise DriftError.of_left_out(group_ranks(left_out)) from None
             raise
 
     def _make_buckets(self) -> list[GradBucket]:

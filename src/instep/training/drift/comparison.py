@@ -21,6 +21,7 @@ from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.errors import InstepWarning
 from instep.process import settings
+from instep.process.exit_status import group_ranks
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.optimizers import (
     NO_REPLICA,
@@ -171,12 +172,12 @@ class DriftCheck:
         of_ranks = self._transport.all_gather_object((rows, dict(texts)))
         since = (max(self._same_at, 1), self.step)
         if len({*requests_of}) > 1:
-            raise DriftError.of_batches(by_value(requests_of), since)
+            raise DriftError.of_batches(group_ranks(requests_of), since)
         model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
             values = [options.get(name) for _, options in of_ranks]
             if None not in values and len({*values}) > 1:
-                raise DriftError.of_option(name, by_value(values), since)
+                raise DriftError.of_option(name, group_ranks(values), since)
         found = []
         for name in dict.fromkeys(name for named, _ in of_ranks for name in named):
             ways = [named.get(name) for named, _ in of_ranks]
@@ -186,14 +187,14 @@ class DriftCheck:
                 if NO_REPLICA in name:  # each rank has its own, on purpose
                     continue
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
-                raise DriftError.of_option(name + model, by_value(shapes), since)
+                raise DriftError.of_option(name + model, group_ranks(shapes), since)
             largest, difference = measure_difference(tensors[name], self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             if self._is_harmless(name, tensors[name], largest, difference):
-                self._warn(name + model, by_value(ways), since, difference)
+                self._warn(name + model, group_ranks(ways), since, difference)
                 continue
-            found.append((name + model, by_value(ways), difference))
+            found.append((name + model, group_ranks(ways), difference))
         if found:
             (name, groups, difference), *others = found
             raise DriftError.of_tensor(name, groups, since, difference, len(others))
@@ -242,11 +243,3 @@ def is_rounding(dtype: torch.dtype, largest: float, difference: float) -> bool:
     if not (dtype.is_floating_point or dtype.is_complex):
         return False
     return difference <= ROUNDING * torch.finfo(dtype).eps * largest
-
-
-def by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value."""
-    found: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return found

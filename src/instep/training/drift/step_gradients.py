@@ -14,9 +14,9 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.process import settings
+from instep.process.exit_status import group_ranks
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import (
-    by_value,
     is_compared_step,
     is_rounding,
     measure_difference,
@@ -73,7 +73,7 @@ def _check_options(of_ranks: Sequence[Mapping[str, str]], since: tuple[int, int]
     for name in of_ranks[0]:
         values = [theirs.get(name, "none") for theirs in of_ranks]
         if len({*values}) > 1:
-            raise DriftError.of_option(f"{name} of an optimizer", by_value(values), since)
+            raise DriftError.of_option(f"{name} of an optimizer", group_ranks(values), since)
 
 
 def _check_gradients(
@@ -92,11 +92,11 @@ def _check_gradients(
         name = f"the gradient of {name_of(parameters[place])}"
         if None in ways:
             shown = ["missing" if way is None else "there" for way in ways]
-            raise DriftError.of_option(name, by_value(shown), since)
+            raise DriftError.of_option(name, group_ranks(shown), since)
         gradient = compared[place]
         largest, difference = measure_difference(gradient, transport)
         if not is_rounding(gradient.dtype, largest, difference):
-            found.append((name, by_value(ways), difference))
+            found.append((name, group_ranks(ways), difference))
     if found:
         (name, groups, difference), *others = found
         raise DriftError.of_tensor(name, groups, since, difference, len(others))

@@ -15,7 +15,7 @@ from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
-from instep.distributed.rendezvous.devices import group_ranks
+from instep.process.exit_status import group_ranks
 from instep.training.blocks import Block
 from instep.unedited.data.packed_samples import PackedSamples, pack, unpack
 from instep.unedited.data.row_loading import LoadedRows, LoadPlan
