@@ -167,7 +167,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
     if asked.bitwise is not None and asked.plain:
         raise CommandLineError("--bitwise divides the script's work, --plain does not: drop one.")
-    if asked.bitwise is not None or (bitwise.is_on() and not asked.plain):
+    if asked.bitwise is not None or (settings.is_bitwise() and not asked.plain):
         variables |= bitwise.variables(asked.bitwise, asked.n or sum((slots or {}).values()))
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)

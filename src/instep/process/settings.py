@@ -230,6 +230,11 @@ def _advice(name: str) -> str:
     return "docs/variables.md lists what there is."
 
 
+def is_bitwise() -> bool:
+    """Whether the number of shards of every batch is fixed: INSTEP_BITWISE."""
+    return int(BITWISE) > 0
+
+
 def timeout() -> timedelta:
     """The limit for a collective or a rendezvous: INSTEP_TIMEOUT."""
     return timedelta(seconds=int(TIMEOUT))

@@ -17,11 +17,6 @@ _THREADS = "OMP_NUM_THREADS"
 """A kernel's result depends on its threads: by default there is one, at any number of ranks."""
 
 
-def is_on() -> bool:
-    """Whether the number of shards is fixed."""
-    return int(settings.BITWISE) > 0
-
-
 def check_ranks(shards: int, ranks: int) -> None:
     """Raise BitwiseError unless each of so many ranks gets a whole subtree of the shards."""
     if shards < 1 or shards.bit_count() != 1:
@@ -37,7 +32,7 @@ def check_ranks(shards: int, ranks: int) -> None:
 
 def check_divided(reason: str) -> None:
     """Raise BitwiseError where every rank would run a script as it is."""
-    if is_on():
+    if settings.is_bitwise():
         raise BitwiseError(
             f"--bitwise {settings.BITWISE} divides scripts that are one process, and every rank "
             f"would run this one as it is, since {reason}. Run it without --bitwise."

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from instep.distributed.watchdog import interrupts
+from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
 from instep.process.torch_private import VF
 from instep.training.optimizer_shards import fused_kernels
-from instep.unedited import bitwise
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
 from instep.unedited.files.layers import Layer
@@ -125,7 +125,7 @@ _handles: list[PatchHandle] = []
 def install() -> None:
     """Install the whole table; does nothing the second time."""
     if not _handles:
-        own = _VIRTUAL_SHARD_PATCHES if bitwise.is_on() else ()
+        own = _VIRTUAL_SHARD_PATCHES if settings.is_bitwise() else ()
         _handles.append(PatchHandle([*PATCHES, *own]))  # these come before the opt-out
 
 

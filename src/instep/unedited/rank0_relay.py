@@ -185,7 +185,7 @@ class Relay:
             self._store.set(f"{step}applied", "")
 
     def _check_operation(self, key: str, name: str, detail: str) -> None:
-        seconds = float(int(settings.TIMEOUT))
+        seconds = settings.timeout().total_seconds()
         if not self._wait([key], seconds):
             raise CollectiveTimeoutError(["rank 0"], name, seconds)
         name0, _, detail0 = self._store.get(key).decode().partition("\0")

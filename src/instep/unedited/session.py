@@ -14,6 +14,7 @@ from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
+from instep.process import settings
 from instep.unedited import bitwise, launcher_env
 from instep.unedited.errors import UneditedError
 from instep.unedited.opt_out import BatchEffect
@@ -53,7 +54,7 @@ def start() -> UneditedSession | None:
     global _current
     if _current is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
-        if bitwise.is_on():
+        if settings.is_bitwise():
             bitwise.start(world.size)
         if world.size > 1:
             fix_hash_seed()

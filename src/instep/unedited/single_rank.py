@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from instep.process import settings
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.unedited import bitwise, launcher_env, seeds
+from instep.unedited import launcher_env, seeds
 
 
 def _iterate(original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +28,7 @@ LOADER_PATCH = Patch(
 
 
 def _bitwise_patches() -> Sequence[Patch]:
-    if not bitwise.is_on():
+    if not settings.is_bitwise():
         return ()
     patches: Sequence[Patch] = import_module("instep.unedited.patch_table").BITWISE_PATCHES
     return patches

@@ -138,7 +138,7 @@ class SupervisorConnections:
     def _check_silence(self, node: int, silent: float) -> None:
         """Warn about a host that was silent for so many seconds, or count it as lost."""
         name = self._job_info.names[node]
-        limit = _LOST_AFTER if self._sent else float(int(settings.TIMEOUT))
+        limit = _LOST_AFTER if self._sent else settings.timeout().total_seconds()
         if silent > limit:
             text = (
                 f"The `instep run` of {name} has not answered for {silent:.0f} s; it was stopped "

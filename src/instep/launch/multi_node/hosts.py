@@ -148,7 +148,7 @@ def join_hosts(hosts: NodeConfig, ranks: int, fingerprint: JobFingerprint) -> Jo
 
     participant = Participant(hosts.node, hosts.nodes, fingerprint, ranks)
     result = join_rendezvous(
-        hosts.endpoint, participant, decide, float(int(settings.TIMEOUT)), "host"
+        hosts.endpoint, participant, decide, settings.timeout().total_seconds(), "host"
     )
     values = result.values
     return JobInfo(

@@ -72,7 +72,7 @@ def _rendezvous(
         return values
 
     participant = Participant(world.rank, world.size, fingerprint, ranks=1)
-    result = join_rendezvous(endpoint, participant, decide, float(int(settings.TIMEOUT)))
+    result = join_rendezvous(endpoint, participant, decide, settings.timeout().total_seconds())
     for connection in result.connections.values():
         connection.close()
     return result, next(iter(held), None)

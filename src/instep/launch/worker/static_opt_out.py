@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from instep.check.script import Function, Script
-from instep.unedited import bitwise
+from instep.process import settings
 from instep.unedited.opt_out import BatchEffect
 
 MAX_FILES = 300
@@ -78,7 +78,7 @@ def _explicit_library(name: str) -> str | None:
     root = name.partition(".")[0]
     if root not in _EXPLICIT_LIBRARIES or f"{name}.".startswith(_UNEDITED):
         return None
-    if bitwise.is_on() and root == "instep" and not f"{name}.".startswith(_OTHERS_NAMES):
+    if settings.is_bitwise() and root == "instep" and not f"{name}.".startswith(_OTHERS_NAMES):
         return None
     return root
 

@@ -47,7 +47,7 @@ def step(
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
     if len(parameters) < len(lists[0]) or not are_many(parameters):
         return False
-    if is_rank_local() or int(settings.BITWISE):
+    if is_rank_local() or settings.is_bitwise():
         return False
     known: _DividedStep | None = _steps_of.get(parameters[0])
     if known is None:

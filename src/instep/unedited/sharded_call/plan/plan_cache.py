@@ -50,7 +50,7 @@ all_tuners: list[CallTuner] = []
 
 
 def _tuners() -> dict[int, CallTuner] | None:
-    by_time = str(settings.DIVIDE) == "auto" and not int(settings.BITWISE)
+    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
     return {} if by_time else None
 
 
