@@ -301,7 +301,7 @@ def test_batches_that_all_ranks_leave_out_or_use_twice_are_no_error():
             with torch.no_grad():
                 model(next(iter([x]))).sum()
     model(torch.ones(2, 4)).sum().backward()
-    assert progress.count_left_out() == 6
+    assert progress.current.count_left_out() == 6
 
 
 @ranks(2)

@@ -103,7 +103,7 @@ def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T
         for count, batch in enumerate(loader, start=1):
             count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
             is_last = count % steps == 0 or count == total
-            _accumulating = None if is_last else (loop, progress.count_loaded())
+            _accumulating = None if is_last else (loop, progress.current.loaded)
             yield batch, is_last
     finally:
         if _accumulating is not None and _accumulating[0] is loop:
@@ -112,7 +112,7 @@ def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T
 
 def _is_summing() -> bool:
     """Whether backward sums gradients now. A loop of `accumulate` that was left may live on."""
-    return _sync and (_accumulating is None or _accumulating[1] != progress.count_loaded())
+    return _sync and (_accumulating is None or _accumulating[1] != progress.current.loaded)
 
 
 def weight(count: Tensor | float | None) -> None:
@@ -238,7 +238,7 @@ def _backward_of_replicas(
     call: ForwardCall,
 ) -> None:
     forward_calls.push(call)  # gradient checkpointing runs parts of the forward again
-    progress.note_backward()
+    progress.current.note_backward()
     try:
         # The numbers of a placeholder may be anything, and a mean over no token is not a number;
         # they are not used.

@@ -31,7 +31,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
-from instep.training.batches.progress import next_draw_position
+from instep.training.batches import progress
 from instep.training.batches.registry import may_be_skipped
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
@@ -206,7 +206,7 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
         seed = derive_seed(token, call.draws)
         if may_be_skipped(block):  # then these ranks do not draw
             torch.set_rng_state(state)
-            seed = derive_seed(token, "skipped", next_draw_position()[-1])
+            seed = derive_seed(token, "skipped", progress.current.next_draw_position()[-1])
     draw = BatchDraw(seed, block)
     call.draws += 1
     if not torch.is_grad_enabled():  # nothing is computed again

@@ -32,7 +32,6 @@ from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import progress
-from instep.training.batches.progress import next_draw_position
 from instep.training.batches.registry import find_candidates, is_registered
 from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
@@ -167,7 +166,7 @@ def stream_states(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The seed and the step of the random streams of each replica in `model`, by its name there,
     and how many batches were requested from loaders."""
     found = ((name, _replica_of.get(module)) for name, module in model.named_modules())
-    requests = progress.loader_requests()
+    requests = progress.current.loader_requests
     return {name: (each.seed, each.steps, *requests) for name, each in found if each is not None}
 
 
@@ -177,7 +176,7 @@ def load_stream_states(model: nn.Module, states: dict[str, tuple[int, ...]]) -> 
         replica = _replica_of.get(module)
         if replica is not None and name in states:
             replica.seed, replica.steps, *requests = states[name]
-            progress.set_loader_requests(*requests)
+            progress.current.set_loader_requests(*requests)
 
 
 def with_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -307,7 +306,7 @@ def _next_seed(replica: Replica, module: nn.Module) -> int:
     gradients, or in a scope, a rank may not make this one."""
     is_step = torch.is_grad_enabled() and scope_number() is None
     replica.steps += module.training and is_step
-    position = () if is_step or not module.training else next_draw_position()
+    position = () if is_step or not module.training else progress.current.next_draw_position()
     return derive_seed(replica.seed, replica.steps, *position)
 
 

@@ -94,11 +94,11 @@ def reset() -> None:
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
     if block is not None:
-        progress.note_request()
+        progress.current.note_request()
         if tracker is not _manual:
-            progress.note_loaded()
+            progress.current.note_loaded()
     if tracker is not _manual:
-        progress.note_loader_request(is_end=block is None)
+        progress.current.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
         # One storage may hold the whole data set: batches that are gone are not searched there.

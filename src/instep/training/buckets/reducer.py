@@ -113,7 +113,7 @@ class Reducer:
         self._compression = compression
         self.number = next(_reducer_numbers)
         """Equal on all ranks."""
-        self._left_out_before = progress.count_left_out()
+        self._left_out_before = progress.current.count_left_out()
         self._progress = 0, 0
         """In this backward: how many batches were left out, and the epoch of the last one."""
         # Backward reaches the last parameters first.
@@ -142,8 +142,8 @@ class Reducer:
         """Take part in this backward."""
         if self not in backward.reducers:
             backward.reducers[self] = None
-            left_out = progress.count_left_out() - self._left_out_before
-            self._progress = left_out, progress.last_epoch()
+            left_out = progress.current.count_left_out() - self._left_out_before
+            self._progress = left_out, progress.current.epoch
             self._choose_buckets()
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ import cmath
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -81,14 +82,12 @@ class FiniteCheck:
 
     def end(self, checks: Iterable[DriftCheck | None]) -> None:
         """The backward has ended; `checks`: of the models that it has reached."""
-        global _pending
-        if _pending is not None and not _pending.is_current():
-            _pending = None
-        if self._found and _pending is None:
+        _report.drop_stale()
+        if self._found and _report.pending is None:
             models = [check for check in checks if check is not None]
-            _pending = _Finding(self._found, self._rows, self._rank, models)
+            _report.pending = _Finding(self._found, self._rows, self._rank, models)
             follow_optimizers()
-            before_each_step(_report)
+            before_each_step(_before_step)
 
     def _is_bad_loss(self, root: Tensor) -> bool:
         if type(root) is not Tensor or root.numel() != 1 or not self._can_read(root):
@@ -134,40 +133,52 @@ class _Finding:
         return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
-_pending: _Finding | None = None
-_has_warned = False
-
-
 def _warn(error: NonFiniteGradError) -> None:
     warnings.warn(f"{error} Training goes on. [INS702]", InstepWarning, stacklevel=2)
 
 
-_show: Callable[[NonFiniteGradError], None] = _warn
+@dataclass
+class _FindingReport:
+    """Shows the first finding whose gradients an optimizer steps with."""
+
+    show: Callable[[NonFiniteGradError], None] = _warn
+    pending: _Finding | None = None
+    has_shown: bool = False
+
+    def drop_stale(self) -> None:
+        """Forget a finding whose gradient is not there any more."""
+        if self.pending is not None and not self.pending.is_current():
+            self.pending = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Show what is kept, if the optimizer steps with it. Raises NonFiniteGradError."""
+        finding = self.pending
+        if finding is None or not finding.is_for(optimizer):
+            return
+        self.pending = None
+        # A fused optimizer of torch's GradScaler decides by itself to skip the step.
+        if getattr(optimizer, "found_inf", None) is not None or not finding.is_current():
+            return
+        if str(settings.NAN) == "error":
+            raise finding.error
+        if finding.is_of_rank and not self.has_shown:
+            self.has_shown = True
+            self.show(finding.error)
+
+
+_report = _FindingReport()
 
 
 def show_with(function: Callable[[NonFiniteGradError], None] | None) -> None:
     """Let `function` show what would be a warning; None: `warnings` does."""
-    global _show
-    _show = function or _warn
+    _report.show = function or _warn
 
 
-def _report(optimizer: Optimizer) -> None:
-    global _pending, _has_warned
-    finding = _pending
-    if finding is None or not finding.is_for(optimizer):
-        return
-    _pending = None
-    # A fused optimizer of torch's GradScaler decides by itself to skip the step.
-    if getattr(optimizer, "found_inf", None) is not None or not finding.is_current():
-        return
-    if str(settings.NAN) == "error":
-        raise finding.error
-    if finding.is_of_rank and not _has_warned:
-        _has_warned = True
-        _show(finding.error)
+def _before_step(optimizer: Optimizer) -> None:
+    _report.before_step(optimizer)
 
 
 def reset() -> None:
     """Forget what was found, so that it is shown again."""
-    global _pending, _has_warned
-    _pending, _has_warned = None, False
+    global _report
+    _report = _FindingReport(_report.show)

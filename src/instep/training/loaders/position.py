@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.training.batches.progress import note_epoch
+from instep.training.batches import progress
 from instep.training.errors import OtherDataError
 
 
@@ -27,7 +27,7 @@ class LoaderPosition:
 
     def count(self, samples: int) -> None:
         """The loop has taken a batch."""
-        note_epoch(self.epoch)
+        progress.current.note_epoch(self.epoch)
         self.batches += 1
         self.samples += samples
 

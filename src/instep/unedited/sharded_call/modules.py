@@ -25,7 +25,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
     has_work,
     ignore_grad_warnings,
 )
-from instep.unedited.sharded_call.plan.whole_calls import WholeCall
+from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -94,14 +94,14 @@ def _run_known_whole(
         call_counts.samples += known.rows
     if known.tuner is not None:
         known.tuner.count(known.elements, sharded=False)
-        whole_calls.undecided += 1  # it will be timed again
+        decision_counts.undecided += 1  # it will be timed again
     call_state.inside = True
     try:
         if known.by_parts:
-            before = whole_calls.undecided
+            before = decision_counts.undecided
             with sharding_parts(module):
                 output = original(module, *args, **kwargs)
-            known.by_parts = whole_calls.undecided > before
+            known.by_parts = decision_counts.undecided > before
             return output
         return original(module, *args, **kwargs)
     finally:

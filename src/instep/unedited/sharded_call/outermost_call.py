@@ -36,7 +36,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
 )
 from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.whole_calls import WholeCall
+from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
@@ -56,7 +56,7 @@ _CAPTURED = "a CUDA graph captures it, which is replayed without Python"
 
 def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it. Collective."""
-    whole_calls.undecided += 1
+    decision_counts.undecided += 1
     if call_state.is_checkpointed or is_capturing_graph():
         report_whole(call.module, _CHECKPOINTED if call_state.is_checkpointed else _CAPTURED)
         return _run_whole(call)
@@ -133,7 +133,7 @@ def _choose_mode(
     entry.hooks = hooks
     is_timed = tuner is not None and tuner.is_due
     if entry.plan is None or is_new or is_timed:
-        whole_calls.trials += 1
+        decision_counts.trials += 1
     if entry.plan is None:
         return _CallMode.FIND_PLAN
     if is_new:
@@ -223,11 +223,11 @@ def _run_by_cost(call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for
         return None, _run_by_parts(call) if by_parts else call.run_whole()
 
     if tuner.begins_later:
-        undecided, trials = whole_calls.undecided, whole_calls.trials
+        undecided, trials = decision_counts.undecided, decision_counts.trials
         _, output = run(True)
-        if is_for_good and whole_calls.undecided == undecided:  # no part is ever sharded
+        if is_for_good and decision_counts.undecided == undecided:  # no part is ever sharded
             _remember_whole(call, None, by_parts=False)
-        tuner.begins_later = whole_calls.trials > trials
+        tuner.begins_later = decision_counts.trials > trials
         return output
     is_sharded = True
     if tuner.is_due:

@@ -33,10 +33,17 @@ class WholeCall:
     """Whether any of the module's parts may be sharded."""
 
 
-undecided = 0
-"""How many calls were made that are not known, or not for good, to be computed whole."""
-trials = 0
-"""How many calls were compared or timed."""
+@dataclass(slots=True)
+class DecisionCounts:
+    """How many calls were decided in which way so far."""
+
+    undecided: int = 0
+    """Those that are not known, or not for good, to be computed whole."""
+    trials: int = 0
+    """Those that were compared or timed."""
+
+
+decision_counts = DecisionCounts()
 _known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
 """By key; modules that the script makes anew in each step share theirs."""
 
