@@ -39,7 +39,7 @@ from instep.training.buckets.reducer import Reducer
 from instep.training.buckets.sparse_sums import find_tables
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
-from instep.training.drift.comparison import DriftCheck, drift_check_of
+from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
@@ -215,8 +215,8 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
     if replica.transport.size > 1 and parameters:
         if replica.drift_check is None:
-            buffers = "warn" if replica.statistics == "global" else "rank"
-            replica.drift_check = drift_check_of(model, replica.transport, buffers)
+            buffers: Buffers = "warn" if replica.statistics == "global" else "rank"
+            replica.drift_check = drift_check_of(model, replica.transport, buffers, is_replica=True)
         Reducer(
             parameters,
             replica.transport,

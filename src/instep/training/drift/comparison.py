@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -24,7 +24,6 @@ from instep.process import settings
 from instep.process.exit_status import group_ranks
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.optimizers import (
-    NO_REPLICA,
     after_each_step,
     follow_optimizers,
     named_options,
@@ -32,6 +31,8 @@ from instep.training.drift.optimizers import (
 )
 from instep.training.errors import DriftError
 
+Buffers = Literal["compare", "warn", "rank"]
+"""What becomes of buffers that differ; see DriftCheck."""
 ROUNDING = 256
 """Parameters that differ by no more than this many units in the last place of the largest element
 are those of ranks whose processors or kernels round differently: that is a warning."""
@@ -47,14 +48,24 @@ def is_compared_step(step: int, every: int) -> bool:
     return step % every == 0 or (step < every and step.bit_count() == 1)
 
 
+class _Compared(NamedTuple):
+    """A tensor that is compared between the ranks."""
+
+    tensor: Tensor
+    kind: Literal["parameter", "buffer", "other"]
+    """The last: an optimizer's parameter that is in no replica."""
+
+
 _check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
 
 
-def drift_check_of(model: nn.Module, transport: Transport, buffers: str) -> DriftCheck:
+def drift_check_of(
+    model: nn.Module, transport: Transport, buffers: Buffers, *, is_replica: bool
+) -> DriftCheck:
     """The check of a model; see DriftCheck for the arguments of a new one."""
     check = _check_of.get(model)
     if check is None:
-        check = _check_of[model] = DriftCheck(model, transport, buffers)
+        check = _check_of[model] = DriftCheck(model, transport, buffers, is_replica=is_replica)
     return check
 
 
@@ -71,12 +82,22 @@ class DriftCheck:
         transport: of all ranks.
         buffers: "compare"; "warn" where what the script does with its rows may have made them
             different (a warning, and no error); "rank" where they are each rank's own.
+        is_replica: whether it was replicated. Then all ranks step with the same optimizers, and
+            parameters that these have beside the model's are compared, too.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, buffers: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        transport: Transport,
+        buffers: Buffers,
+        *,
+        is_replica: bool = False,
+    ) -> None:
         self._model = weakref.ref(model)
         self._transport = transport
         self._buffers = buffers
+        self._is_replica = is_replica
         self._every = int(settings.DRIFT_STEPS)
         self.step = 0
         """How many backwards have summed gradients of the model, or steps were made without."""
@@ -112,7 +133,7 @@ class DriftCheck:
         model = self._model()
         own = set() if model is None else {id(parameter) for parameter in model.parameters()}
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        if not is_own or self._buffers == "compare":  # one rank alone may have such an optimizer
+        if not (is_own and self._is_replica):  # else one rank alone may have such an optimizer
             return
         self.step += 1
         self._without_sums[optimizer] = self.step, count + 1
@@ -125,7 +146,7 @@ class DriftCheck:
         if model is None:
             return
         tensors = dict(self._tensors(model))
-        sums = bit_sums(tensors.values())
+        sums = bit_sums(each.tensor for each in tensors.values())
         options = named_options({id(p): name for name, p in model.named_parameters()})
         texts = {name: repr(value) for name, value in sorted(options.items())}
         others = list(tensors), texts, requests
@@ -141,31 +162,33 @@ class DriftCheck:
         named = () if model is None else model.named_parameters()
         return next((name for name, p in named if p is parameter), None)
 
-    def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, model: nn.Module) -> Iterator[tuple[str, _Compared]]:
         for name, parameter in model.named_parameters():
             if is_comparable(parameter):
-                yield f"parameter {name}", parameter
-        if _check_of.get(model) is self and self._buffers != "compare":  # a replica
+                yield f"parameter {name}", _Compared(parameter, "parameter")
+        if self._is_replica:
             known = {id(p) for each in list(_check_of) for p in each.parameters()}
             others = other_parameters({id(p) for p in model.parameters()}, known)
-            yield from ((name, other) for name, other in others.items() if is_comparable(other))
+            for name, other in others.items():
+                if is_comparable(other):
+                    yield name, _Compared(other, "other")
         if self._buffers == "rank":
             return
         for name, buffer in model.named_buffers():
             if is_comparable(buffer):
-                yield f"buffer {name}", buffer
+                yield f"buffer {name}", _Compared(buffer, "buffer")
 
     def _raise_difference(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, _Compared],
         sums: Sequence[int],
         texts: Mapping[str, str],
         requests: int,
     ) -> None:
         """Find what differs first. Collective. Raises DriftError unless all of it is harmless."""
         rows = {
-            name: (tuple(t.shape), str(t.dtype), total)
-            for (name, t), total in zip(tensors.items(), sums, strict=True)
+            name: (tuple(each.tensor.shape), str(each.tensor.dtype), total, each.kind)
+            for (name, each), total in zip(tensors.items(), sums, strict=True)
         }
         requests_of = self._transport.all_gather_object(requests)
         of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
@@ -184,14 +207,14 @@ class DriftCheck:
             if len({*ways}) == 1:
                 continue
             if len({way and way[:2] for way in ways}) > 1:
-                if NO_REPLICA in name:  # each rank has its own, on purpose
+                if "other" in {way[3] for way in ways if way}:  # each rank has its own, on purpose
                     continue
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
                 raise DriftError.of_option(name + model, group_ranks(shapes), since)
-            largest, difference = measure_difference(tensors[name], self._transport)
+            largest, difference = measure_difference(tensors[name].tensor, self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
-            if self._is_harmless(name, tensors[name], largest, difference):
+            if self._is_harmless(tensors[name], largest, difference):
                 self._warn(name + model, group_ranks(ways), since, difference)
                 continue
             found.append((name + model, group_ranks(ways), difference))
@@ -199,10 +222,10 @@ class DriftCheck:
             (name, groups, difference), *others = found
             raise DriftError.of_tensor(name, groups, since, difference, len(others))
 
-    def _is_harmless(self, name: str, tensor: Tensor, largest: float, difference: float) -> bool:
-        if name.startswith("buffer ") and self._buffers == "warn":
+    def _is_harmless(self, compared: _Compared, largest: float, difference: float) -> bool:
+        if compared.kind == "buffer" and self._buffers == "warn":
             return True
-        return is_rounding(tensor.dtype, largest, difference)
+        return is_rounding(compared.tensor.dtype, largest, difference)
 
     def _warn(
         self, name: str, groups: Mapping[Any, list[int]], since: tuple[int, int], difference: float

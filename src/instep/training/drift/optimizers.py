@@ -21,7 +21,7 @@ _stepped: dict[int, weakref.ref[Optimizer]] = {}
 _before_steps: list[Callable[[Optimizer], None]] = []
 _after_steps: list[Callable[[Optimizer], None]] = []
 
-NO_REPLICA = "which is in no replica: call instep.replicate"
+_NO_REPLICA = "which is in no replica: call instep.replicate"
 """In the names of such parameters."""
 
 _Value = bool | int | float | str | None | tuple[Any, ...]
@@ -80,7 +80,7 @@ def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, Te
         for index, parameter in enumerate(parameters):
             if id(parameter) not in known:
                 name = f"parameter {index} of {type(optimizer).__name__}"
-                found.setdefault(f"{name} ({NO_REPLICA})", parameter)
+                found.setdefault(f"{name} ({_NO_REPLICA})", parameter)
     return found
 
 

@@ -114,7 +114,11 @@ def _grad_by_rows(
 def _compare_between_ranks(calls: list[CallGradients], transport: Transport) -> list[DriftCheck]:
     """Compare the modules that were called, if it is time to. Collective. Raises DriftError."""
     modules = dict.fromkeys(call.module() for call in calls if call.module is not None)
-    checks = [drift_check_of(each, transport, "compare") for each in modules if each is not None]
+    checks = [
+        drift_check_of(each, transport, "compare", is_replica=False)
+        for each in modules
+        if each is not None
+    ]
     for check in checks:
         check.end_backward()
     return checks
