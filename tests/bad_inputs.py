@@ -98,6 +98,7 @@ CASES = (
         "run -n train.py", "-n takes the number of ranks, a whole number from 1 up, not 'train.py'"
     ),
     Case("run -n 0 train.py", "a whole number from 1 up, not '0'"),
+    Case("run -n 0 --bitwise 8 train.py", "a whole number from 1 up, not '0'"),
     Case("run -n 2", "nothing to run: name a script.py, or -m and a module"),
     Case("run -n 2 trian.py", "there is no such file. Did you mean train.py?"),
     Case("run -n 2 package/trian.py", "Did you mean package/train.py?"),

@@ -14,7 +14,7 @@ from instep.errors import CommandLineError
 from instep.launch import supervisor
 from instep.launch.default_ranks import RANKS, choose_number_of_ranks
 from instep.launch.environment import count_cores
-from instep.launch.job import Job
+from instep.launch.job import Job, check_command, check_size, wrong_size
 from instep.launch.multi_node.hosts import (
     ONE_NODE,
     NodeConfig,
@@ -155,38 +155,50 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
-    if asked.n is None and asked.hosts is None:
-        Job(1, tuple(program))  # finds what is wrong before the line about their number
-        asked.n = choose_number_of_ranks(
-            program, is_one_host=_is_one_host(asked), shards=asked.bitwise
-        )
+    command = tuple(program)
     slots = None if asked.hosts is None else _slots(asked)
-    _check_restarts(asked, asked.n if slots is None else sum(slots.values()))
+    ranks = _ranks_here(asked, command) if slots is None else sum(slots.values())
+    _check_restarts(asked, ranks)
+    variables = _variables(asked, ranks)
+    if slots is not None:
+        return _run_on_hosts(asked, slots, command, variables)
+    job = Job(
+        ranks,
+        command,
+        asked.output,
+        asked.plain,
+        variables=lambda rank: variables,
+        hosts=_hosts(asked, ranks),
+    )
+    _mention_few_cores(ranks)
+    started = partial(_mention_findings, job)
+    if not asked.max_restarts:
+        return supervisor.run_job(job, started=started).print_report()
+    policy = RestartPolicy(asked.max_restarts, asked.min_ranks)
+    return run_attempts(job, policy, started=started).print_report()
+
+
+def _ranks_here(asked: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """The number of ranks on this host: that of -n, or one that is printed."""
+    if asked.n is not None:
+        check_size(asked.n)
+        return int(asked.n)
+    check_command(command)  # what is wrong with it comes before the line about their number
+    return choose_number_of_ranks(command, is_one_host=_is_one_host(asked), shards=asked.bitwise)
+
+
+def _variables(asked: argparse.Namespace, ranks: int) -> dict[str, str]:
+    """The settings of the job's ranks by the options. Raises CommandLineError, BitwiseError."""
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
     if asked.checkpoint:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
     if asked.bitwise is not None and asked.plain:
         raise CommandLineError("--bitwise divides the script's work, --plain does not: drop one.")
     if asked.bitwise is not None or (settings.is_bitwise() and not asked.plain):
-        variables |= bitwise.variables(asked.bitwise, asked.n or sum((slots or {}).values()))
+        variables |= bitwise.variables(asked.bitwise, ranks)
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
-    if slots is not None:
-        return _run_on_hosts(asked, slots, program, variables)
-    job = Job(
-        asked.n,
-        tuple(program),
-        asked.output,
-        asked.plain,
-        variables=lambda rank: variables,
-        hosts=_hosts(asked),
-    )
-    _mention_few_cores(asked.n)
-    started = partial(_mention_findings, job)
-    if not asked.max_restarts:
-        return supervisor.run_job(job, started=started).print_report()
-    policy = RestartPolicy(asked.max_restarts, asked.min_ranks)
-    return run_attempts(job, policy, started=started).print_report()
+    return variables
 
 
 def _slots(asked: argparse.Namespace) -> dict[str, int]:
@@ -202,15 +214,16 @@ def _slots(asked: argparse.Namespace) -> dict[str, int]:
 def _run_on_hosts(
     asked: argparse.Namespace,
     slots: Mapping[str, int],
-    program: Sequence[str],
+    command: tuple[str, ...],
     variables: Mapping[str, str],
 ) -> int:
     """Run the job on the hosts of --hosts."""
-    Job(sum(slots.values()), tuple(program))  # finds what is wrong before anything is started
+    check_size(sum(slots.values()))
+    check_command(command)
     return run_on_hosts(
         RemoteOptions(
             slots,
-            tuple(program),
+            command,
             asked.output,
             asked.plain,
             variables=lambda rank: variables,
@@ -243,15 +256,16 @@ def _check_restarts(asked: argparse.Namespace, ranks: int) -> None:
         )
 
 
-def _hosts(asked: argparse.Namespace) -> NodeConfig:
-    """The hosts by the options, or by the launcher that started this command."""
+def _hosts(asked: argparse.Namespace, ranks: int) -> NodeConfig:
+    """The hosts by the options, or by the launcher that started this command; `ranks`: of this
+    one."""
     if asked.nnodes == 1:
         return ONE_NODE
     if asked.nnodes is None and asked.node_rank is None:
         environ = dict(os.environ)
         if asked.dist_file:
             environ[settings.DIST_FILE.name] = asked.dist_file
-        return detect_nodes(environ, asked.n)
+        return detect_nodes(environ, ranks)
     node, nodes = asked.node_rank, asked.nnodes
     if node is None or nodes is None or not 0 <= node < nodes:
         raise wrong_hosts(f"--node-rank {node} of --nnodes {nodes}")
@@ -297,6 +311,4 @@ def _number_of_ranks(value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise CommandLineError(
-            f"-n takes the number of ranks, a whole number from 1 up, not {value!r}."
-        ) from None
+        raise wrong_size(value) from None

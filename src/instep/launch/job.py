@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -36,19 +36,34 @@ class Job:
     """What the other hosts are shown; unless given, that of the command."""
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise CommandLineError(
-                f"-n takes the number of ranks, a whole number from 1 up, not '{self.size}'."
-            )
-        if not self.command or self.command == ("-m",):
-            raise CommandLineError("nothing to run: name a script.py, or -m and a module.")
-        if self.command[0] != "-m":
-            check_script(self.command[0])
-        elif os.path.isfile(script := self.command[1]) and script.endswith(".py"):
-            raise CommandLineError(
-                f"-m takes a module, and {script} is a script. Leave -m out, or write "
-                f"-m {script.removesuffix('.py').replace(os.sep, '.')}."
-            )
+        check_size(self.size)
+        check_command(self.command)
+
+
+def check_size(size: int) -> None:
+    """Raise CommandLineError unless this is a number of ranks."""
+    if size < 1:
+        raise wrong_size(size)
+
+
+def wrong_size(given: object) -> CommandLineError:
+    """Something else was given as the number of ranks."""
+    return CommandLineError(
+        f"-n takes the number of ranks, a whole number from 1 up, not {str(given)!r}."
+    )
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raise CommandLineError unless it names a script, or a module, that may be run."""
+    if not command or [*command] == ["-m"]:
+        raise CommandLineError("nothing to run: name a script.py, or -m and a module.")
+    if command[0] != "-m":
+        check_script(command[0])
+    elif os.path.isfile(script := command[1]) and script.endswith(".py"):
+        raise CommandLineError(
+            f"-m takes a module, and {script} is a script. Leave -m out, or write "
+            f"-m {script.removesuffix('.py').replace(os.sep, '.')}."
+        )
 
 
 def check_script(path: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import CommandLineError
-from instep.launch.job import Job, parse_count
+from instep.launch.job import check_command, parse_count
 from instep.process.exit_status import REQUEUE
 
 SLURM = """\
@@ -87,17 +87,18 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Print or submit the batch script. Raises CommandLineError."""
-    job = Job(1, tuple(program))
+    command = tuple(program)
+    check_command(command)
     ranks = asked.gpus_per_node or asked.tasks_per_node
     if asked.gres is not None:
         ranks = parse_count(asked.gres.rpartition(":")[2])
     if ranks is None:
-        raise _no_size(job.command)
-    name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
+        raise _no_size(command)
+    name = command[1] if command[0] == "-m" else Path(command[0]).stem
     text = format_script(
         Batch(
             sys.executable,
-            job.command,
+            command,
             name=asked.name or name,
             nodes=asked.nodes,
             tasks=ranks,
