@@ -390,7 +390,7 @@ IN_CHINESE = {
     "sharded_optimizer": "用与不用 `instep.shard(optimizer)` 的一步，与没有通信的一步之比。",
     "host_copy": "同一主机的所有 rank 共有一份参数和 Adam 状态，与每个 rank 各存一份之比："
     "不改动的训练，1700 万个参数，每个 rank 一个线程。",
-    "bitwise": "使用 --bitwise 8：在 1、2、4、8 个 rank 上训练之后，参数、缓冲区和优化器状态的 "
+    "bitwise": "使用 --bitwise 8：在 1、2、4、8 个 rank 上训练之后，参数、buffer 和优化器状态的 "
     "sha256；以及一步的时间。",
     "startup": "两个 rank 启动、会合、结束。",
     "failures": "两个 rank 中的 rank 1 失败时：到没有进程剩下为止的秒数，以及作业的退出码。",
