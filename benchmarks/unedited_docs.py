@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,24 @@ WORDS = {
         "": "",
     },
 }
+SUMMARY = (
+    "accelerate_loop",
+    "diffusers_unet",
+    "gpytorch_exact",
+    "lightning_trainer",
+    "nanogpt",
+    "sb3_ppo",
+    "timm_loop",
+    "torchvision_resnet",
+    "transformers_trainer",
+    "ultralytics_yolo",
+)
+"""The cases of the short table."""
+SUMMARY_COLUMNS = (0, 2, 3, 4, 5, 7, 8, 10)
+SUMMARY_TITLES = {
+    "unedited.md": ("Ten of them:", "All of them:"),
+    "unedited.zh.md": ("其中十个：", "全部用例："),
+}
 DIFFERENT = {"unedited.md": "different", "unedited.zh.md": "不同"}
 COUNTED = {
     "unedited.md": (
@@ -57,32 +75,51 @@ COUNTED = {
 
 def table(rows: Mapping[str, Row], page: str) -> str:
     """The part of the page between the markers."""
-    words = WORDS[page]
-    lines = [HEADS[page], "|" + " --- |" * 11]
+    heads = HEADS[page].strip("| ").split(" | ")
+    lines = [format_cells(heads), "|" + " --- |" * len(heads)]
+    summary = [format_cells(in_summary(heads)), "|" + " --- |" * len(SUMMARY_COLUMNS)]
     reasons = []
     for row in sorted(rows.values(), key=lambda row: (row["title"].lower(), row["case"])):
-        package, _, what = row["title"].partition(": ")
-        found = [row["differences"].get(n) for n in ("2", "3")]
-        verdict = row["verdict"]
         name = f"`{row['case']}`"
-        cells = [
-            package,
-            row["version"],
-            what,
-            words[row["calls"]],
-            number(row["noise"].get("parameters")),
-            *(number(f and f["parameters"]) for f in found),
-            f"{row['step_ms']:.0f}" if row["step_ms"] else "",
-            f"{row['ratio']:.2f}{'' if row.get('steps') else '*'}" if row["ratio"] else "",
-            f"{row['ratio_at_once']:.2f}" if row.get("ratio_at_once") else "",
-            words.get(verdict) or DIFFERENT[page],
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = row_cells(row, page)
+        lines.append(format_cells(cells))
+        if row["case"] in SUMMARY:
+            summary.append(format_cells(in_summary(cells)))
         told = [line.removeprefix("instep: ") for line in row["lines"] if "every rank comp" in line]
         if told:
             reasons.append(f"- {name}: " + "; ".join(told[:3]).replace("|", "\\|"))
     counted = COUNTED[page].format(**count(rows))
-    return "\n".join([counted, "", *lines, "", *reasons]).rstrip() + "\n"
+    some, every = SUMMARY_TITLES[page]
+    parts = [counted, "", some, "", *summary, "", every, "", *lines, "", *reasons]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def row_cells(row: Row, page: str) -> list[str]:
+    """The cells of one row of the whole table."""
+    words = WORDS[page]
+    package, _, what = row["title"].partition(": ")
+    found = [row["differences"].get(n) for n in ("2", "3")]
+    return [
+        package,
+        row["version"],
+        what,
+        words[row["calls"]],
+        number(row["noise"].get("parameters")),
+        *(number(f and f["parameters"]) for f in found),
+        f"{row['step_ms']:.0f}" if row["step_ms"] else "",
+        f"{row['ratio']:.2f}{'' if row.get('steps') else '*'}" if row["ratio"] else "",
+        f"{row['ratio_at_once']:.2f}" if row.get("ratio_at_once") else "",
+        words.get(row["verdict"]) or DIFFERENT[page],
+    ]
+
+
+def format_cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def in_summary(cells: Sequence[str]) -> list[str]:
+    """The cells of the short table, from those of the whole one."""
+    return [cells[k] for k in SUMMARY_COLUMNS]
 
 
 def number(value: float | None) -> str:
