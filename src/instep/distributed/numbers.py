@@ -32,6 +32,15 @@ class NumbersTransport(Protocol):
         """Start to reduce `tensor` into itself."""
 
 
+class FlagsTransport(Protocol):
+    """The part of a Transport that a question to all ranks needs."""
+
+    control_device: torch.device
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start to reduce `tensor` into itself."""
+
+
 def join(tensors: Sequence[Tensor], *others: float) -> Numbers:
     """1-D tensors, which need no gradient, and some more numbers, one after the other."""
     if tensors[0].is_cpu:
@@ -88,6 +97,23 @@ def sum_over_ranks(numbers: Numbers, transport: NumbersTransport) -> Numbers:
     tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
     transport.all_reduce(tensor, "sum").wait()
     return numbers
+
+
+def on_any_rank(condition: bool, transport: FlagsTransport) -> bool:
+    """Whether it is true on one rank or more. Collective."""
+    return each_on_any_rank([condition], transport)[0]
+
+
+def on_all_ranks(condition: bool, transport: FlagsTransport) -> bool:
+    """Whether it is true on every rank. Collective."""
+    return not on_any_rank(not condition, transport)
+
+
+def each_on_any_rank(conditions: Sequence[bool], transport: FlagsTransport) -> list[bool]:
+    """For each, whether it is true on one rank or more. Collective."""
+    flags = torch.tensor(conditions, dtype=torch.int32, device=transport.control_device)
+    transport.all_reduce(flags, "max").wait()
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def _gathering_arrays(

@@ -24,6 +24,7 @@ from instep.distributed.communication.tensors import (
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.errors import DisagreementError
 from instep.distributed.identity.torch_devices import current_device
+from instep.distributed.numbers import on_any_rank
 from instep.process.exit_status import group_ranks
 
 Shape = tuple[int, ...]
@@ -239,8 +240,7 @@ def connect_gradients(ctx: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     grads = grads[1:]
     if not torch.is_grad_enabled():
         return grads
-    graphs = torch.tensor([any(grad.requires_grad for grad in grads)], device=grads[0].device)
-    if not any(map(bool, ctx.transport.all_gather(graphs))):
+    if not on_any_rank(any(grad.requires_grad for grad in grads), ctx.transport):
         return grads
     return tuple(apply(_ConnectGradients, *ctx.saved_tensors, *grads))
 

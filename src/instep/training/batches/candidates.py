@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.numbers import each_on_any_rank
 from instep.training.blocks import Block
 from instep.training.errors import UnknownBatchError
 
@@ -36,7 +35,8 @@ class BatchCandidates:
             return self.blocks[0]
         fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
         if self.same_on_all_ranks and not self._is_decided_by_each_rank():
-            fits = _all_reduce_and(fits)
+            misfits = each_on_any_rank([not fit for fit in fits], get_transport())
+            fits = [not misfit for misfit in misfits]
         fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
         if len(fitting) == 1:
             return fitting[0]
@@ -74,11 +74,3 @@ def _rows(block: Block) -> int:
 def _fractions(block: Block | None) -> tuple[float, ...]:
     size = get_transport().size
     return (1 / size,) * size if block is None else block.fractions()
-
-
-def _all_reduce_and(fits: list[bool]) -> list[bool]:
-    """For each, whether it is true on every rank. Collective."""
-    transport = get_transport()
-    counts = torch.tensor(fits, dtype=torch.int64, device=transport.control_device)
-    transport.all_reduce(counts, "sum").wait()
-    return [count == transport.size for count in counts.tolist()]

@@ -14,6 +14,7 @@ from torch import nn
 from instep.distributed.communication.scopes import single_process_scope
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
+from instep.distributed.numbers import each_on_any_rank, on_all_ranks
 from instep.process.exit_status import REQUEUE
 from instep.training import replicas
 from instep.training.checkpoint import storage
@@ -298,7 +299,7 @@ class Checkpoint:
                 state = storage.read(path)
             except (CheckpointError, OSError):
                 state = None  # rank 0 could read it
-        if all(transport.all_gather_object(state is not None)):
+        if on_all_ranks(state is not None, transport):
             assert state is not None
             return state
         return transport.broadcast_object(of_rank_0 or {}, 0)
@@ -329,17 +330,11 @@ class Checkpoint:
         """Whether a signal has come to any rank. Raises on all ranks if a write has failed."""
         if self._flag is None:
             self._flag = SignalFlag()
-        transport = get_transport()
-        flags = torch.tensor(
-            [self._flag.is_set, self._writer.has_failed],
-            dtype=torch.int32,
-            device=transport.control_device,
-        )
-        transport.all_reduce(flags, "max").wait()
-        must_end, has_failed = flags.tolist()
+        flags = [self._flag.is_set, self._writer.has_failed]
+        must_end, has_failed = each_on_any_rank(flags, get_transport())
         if has_failed:
             self._raise_on_all_ranks(self._writer.pop_error())
-        return bool(must_end)
+        return must_end
 
     def _raise_on_all_ranks(self, error: CheckpointError | None) -> None:
         """Raise rank 0's error, if there is one. Collective."""

@@ -16,11 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.numbers import on_all_ranks
 from instep.process import settings
 from instep.process.patching import Function
 from instep.process.torch_private import foreach_add_
 from instep.training.drift.step_gradients import GradientCheck
-from instep.training.optimizer_shards.host_copy import HostCopy, are_many, is_true_on_all
+from instep.training.optimizer_shards.host_copy import HostCopy, are_many
 from instep.training.optimizer_shards.layout import Part, divide_elements
 
 _FIRST_TRY = 3
@@ -115,7 +116,7 @@ class _DividedStep:
         return (
             is_time
             and self.copy.can_begin(columns[0], transport)
-            and is_true_on_all(are_same, transport)
+            and on_all_ranks(are_same, transport)
         )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import SharedMemoryError
+from instep.distributed.numbers import on_all_ranks
 from instep.distributed.shm.memory.host_memory import HostMemory, numa_nodes
 from instep.process import settings
 from instep.process.malloc import release_pages
@@ -120,7 +121,7 @@ class HostCopy:
         tensors = [tensor for column in columns for tensor in column]
         known = Counter(view.untyped_storage().data_ptr() for view in views)
         are_alone = all(self._is_alone(tensor, known) for tensor in tensors)
-        return is_true_on_all(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
+        return on_all_ranks(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
 
     def _is_alone(self, tensor: Tensor, views: Counter[int]) -> bool:
         """Whether nobody else would miss the values of this tensor in their memory; `views`: how
@@ -270,14 +271,7 @@ def _open(size: int, transport: Transport) -> HostMemory | None:
     memory = None
     with suppress(OSError):  # too little address space, or a kernel that tells nothing of pages
         memory = HostMemory(descriptor)
-    return memory if is_true_on_all(memory is not None, transport) else None
-
-
-def is_true_on_all(condition: bool, transport: Transport) -> bool:
-    """Whether it is true on all ranks. Collective."""
-    agreed = torch.tensor([condition], dtype=torch.int32, device="cpu")
-    transport.all_reduce(agreed, "min").wait()
-    return bool(agreed.item())
+    return memory if on_all_ranks(memory is not None, transport) else None
 
 
 def _are_equal(parts: Iterable[memoryview], transport: Transport) -> bool:

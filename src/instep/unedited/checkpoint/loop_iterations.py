@@ -14,10 +14,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
-
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
+from instep.distributed.numbers import on_any_rank
 from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
@@ -165,7 +164,7 @@ class _Loop:
         CannotSaveScriptError after the first iteration, if the script cannot be saved. Collective.
         """
         self._iteration += 1
-        must_end = self._agree()
+        must_end = on_any_rank(self._flag.is_set, get_transport())
         if self._rank == 0:
             pause = self._cost * (1 - SHARE) / SHARE
             if is_last or must_end or monotonic() - self._saved_at >= pause:
@@ -179,13 +178,6 @@ class _Loop:
                     "turn"
                 )
             raise SystemExit(REQUEUE)
-
-    def _agree(self) -> bool:
-        """Whether a signal has come to any rank."""
-        transport = get_transport()
-        flag = torch.tensor([self._flag.is_set], dtype=torch.int32, device=transport.control_device)
-        transport.all_reduce(flag, "max").wait()
-        return bool(flag.item())
 
     def _try_to_save(self, frame: types.FrameType) -> None:
         started = monotonic()

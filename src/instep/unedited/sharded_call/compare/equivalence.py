@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
 from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
@@ -73,7 +74,7 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
         return None, reference.value_of(call), why
     reasons = []
     sums_all_rows = [False]
-    if not group.is_virtual and any(group.transport.all_gather_object(bool(reference.sum_lengths))):
+    if not group.is_virtual and on_any_rank(bool(reference.sum_lengths), group.transport):
         sums_all_rows = [True, False] if reference.returns_scalar else [False, True]
     for division in candidate_divisions(call.leaves, at_least=group.size):
         if reference.vjp is None and (why := _compute_gradients(reference, call, group)):
@@ -139,14 +140,14 @@ def _try(
     if found is not None:
         plan, joined = found
         return (plan, write_back(unflatten(joined, plan.structure), call)), ""
-    if reference.stored is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
+    if reference.stored is None and on_any_rank(reference.has_foreign_leaf, transport):
         reference.stored = find_stored_parameters(call.module)
         if reference.stored:
             return _try(call, division, reference, group)
-    if any(transport.all_gather_object(reference.in_doubt)):
+    if on_any_rank(reference.in_doubt, transport):
         reference.measure_noise(call)
         return _try(call, division, reference, group)
-    if not reference.flips and any(transport.all_gather_object(reference.may_flip)):
+    if not reference.flips and on_any_rank(reference.may_flip, transport):
         reference.flips = _is_same_in_another_rounding(call, division, reference, group)
         if reference.flips:
             return _try(call, division, reference, group)

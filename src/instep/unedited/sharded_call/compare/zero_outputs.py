@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from instep.distributed.numbers import on_any_rank
 from instep.training.pytree import flatten
 from instep.unedited.sharded_call.compare.equivalence import verify_plan
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
@@ -31,7 +32,7 @@ def run_with_zeros(
         not how.has_values and has_values(out)
         for out, how in zip(outputs, planned.outputs, strict=True)
     )
-    if not any(group.transport.all_gather_object(is_proof)):
+    if not on_any_rank(is_proof, group.transport):
         return planned, output, ""
     before.restore()
     return verify_plan(call, planned, group, gradients=True)
