@@ -38,6 +38,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     script_position,
 )
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
+from instep.process import is_installed, is_stdlib
 from instep.process.last_position import write_position
 from launching import Launch
 
@@ -399,6 +400,19 @@ def test_the_position_in_a_dump_is_that_of_the_thread_with_the_signal() -> None:
     assert script_position("") == ""
     assert is_idle_worker(DUMP)
     assert not is_idle_worker(DUMP.replace("_worker_loop", "fetch"))
+
+
+def test_a_file_is_the_standard_librarys_or_an_installed_packages_by_its_folders() -> None:
+    stdlib = os.path.dirname(os.__file__)
+    files = {
+        f"{stdlib}/threading.py": (True, False),
+        "<frozen importlib._bootstrap>": (True, False),
+        f"{stdlib}/site-packages/numpy/core.py": (False, True),
+        "/usr/lib/python3/dist-packages/yaml/loader.py": (False, True),
+        f"{stdlib}x/train.py": (False, False),
+        "/home/site-packages-of-mine/train.py": (False, False),
+    }
+    assert {file: (is_stdlib(file), is_installed(file)) for file in files} == files
 
 
 def test_a_process_without_a_handler_gets_no_signal() -> None:

@@ -10,6 +10,20 @@ import sys
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 """Where instep's own files are, with a separator at its end."""
 
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
+_FROZEN = "<frozen "
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+def is_stdlib(file: str) -> bool:
+    """Whether a file of Python code is the standard library's."""
+    return file.startswith(_FROZEN) or (file.startswith(_STDLIB) and not is_installed(file))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file of Python code belongs to an installed package."""
+    return not _INSTALLED.isdisjoint(file.split(os.sep))
+
 
 def isolated_command(module: str, *arguments: str) -> list[str]:
     """The command that calls `main` of a module that needs the standard library only.

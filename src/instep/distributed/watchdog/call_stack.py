@@ -5,12 +5,10 @@ The stack is read only when the watcher asks, so that a collective itself costs 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,10 +17,9 @@ import torch.distributed as dist
 from instep.distributed.flight_record.recorder import end_of_script, issued, leave, phase, wait
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
 from instep.distributed.shm.memory.signals import Signals
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_stdlib
 from instep.process.exit_status import rank_ranges
 
-_STDLIB = f"{Path(contextlib.__file__).parent}/"
 _TORCH = dist.distributed_c10d.__file__
 _NO_SCRIPT = (*OUTSIDE_SCRIPT, "<string>")
 """The last one is code that a library generates, as that of a dataclass."""
@@ -114,14 +111,9 @@ def main_thread_line() -> str:
     scripts = (
         frame
         for frame in frames
-        if not (_is_stdlib(frame) or frame.f_code.co_filename.startswith(_NO_SCRIPT))
+        if not is_stdlib(file := frame.f_code.co_filename) and not file.startswith(_NO_SCRIPT)
     )
     return location(next(scripts, frames[-1]))
-
-
-def _is_stdlib(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith("<frozen ") or (file.startswith(_STDLIB) and "-packages" not in file)
 
 
 def format_main_thread_stack() -> str:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import random
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from instep.process import is_installed, is_stdlib
 
 _GENERATORS = (
     random.Random,
@@ -26,7 +26,6 @@ _GENERATORS = (
     torch.Generator,
 )
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
-_STDLIB = sysconfig.get_paths()["stdlib"]
 _MAX_OBJECTS = 2000
 """Enough for any chain of transforms, not for the samples themselves."""
 _MAX_ENTRIES = 16
@@ -95,9 +94,7 @@ def _is_of_user(module: str) -> bool:
 def _is_of_script(module: types.ModuleType) -> bool:
     """Whether a module is a file of the script's, and none of a library's."""
     file = getattr(module, "__file__", None)
-    if file is None or {"site-packages", "dist-packages"} & set(Path(file).parts):
-        return False
-    return not file.startswith(_STDLIB)
+    return file is not None and not (is_installed(file) or is_stdlib(file))
 
 
 def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

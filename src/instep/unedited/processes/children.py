@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import site
 import stat
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
 from instep.process.patching import Function
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
@@ -240,15 +238,6 @@ def check_handles(handles: Iterable[int]) -> None:
 
 # --------------------------------------------------------------------------------- the caller
 
-_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = tuple(
-    os.path.join(directory, "")
-    for directory in (
-        *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
-        site.getusersitepackages(),
-    )
-)
-
 
 def _called_by_library() -> bool:
     """Whether installed code starts a command: it handles several processes itself, or caches.
@@ -258,11 +247,8 @@ def _called_by_library() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((PACKAGE_FOLDER, "<frozen ")):
-            if file.startswith(_INSTALLED):
-                return True
-            if not file.startswith(_STANDARD):
-                return False
+        if not file.startswith(PACKAGE_FOLDER) and not is_stdlib(file):
+            return is_installed(file)
         frame = frame.f_back
     return False
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_stdlib
 from instep.process.procfs import handles_signal
 
 _POLL_SECONDS, _POLLS = 0.05, 10
 """Until a process has written its stacks, or does not write any."""
-_STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -94,8 +92,4 @@ def is_idle_worker(dump: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    return (
-        file.startswith((PACKAGE_FOLDER, "<frozen"))
-        or "/torch/" in file
-        or (file.startswith(_STDLIB) and "-packages" not in file)
-    )
+    return file.startswith(PACKAGE_FOLDER) or "/torch/" in file or is_stdlib(file)

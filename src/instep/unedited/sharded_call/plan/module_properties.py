@@ -15,6 +15,8 @@ from torch.backends import cudnn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy as is_uninitialized
 
+from instep.process import is_installed
+
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
@@ -100,9 +102,8 @@ def _owner(hook: Any) -> str:
 
 @cache
 def is_library(file: str) -> bool:
-    """Whether this file belongs to an installed package."""
-    folders = {"site-packages", "dist-packages", "_vendor"}
-    return not folders.isdisjoint(file.split("/"))
+    """Whether this file belongs to an installed package, or to a copy of one."""
+    return is_installed(file) or "_vendor" in file.split("/")
 
 
 def _reachable(hook: Any) -> tuple[list[types.FunctionType], list[Any]]:

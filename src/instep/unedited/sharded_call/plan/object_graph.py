@@ -11,20 +11,19 @@ import io
 import itertools
 import random
 import sys
-import sysconfig
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.process import is_installed, is_stdlib
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN, attributes_of
 
@@ -37,7 +36,6 @@ MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
-_STDLIB = sysconfig.get_paths()["stdlib"]
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
 _EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
@@ -361,8 +359,7 @@ def is_of_script(value: Any) -> bool:
         return False
     if file is None:
         return name == "__main__"
-    is_library = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return not is_library and not str(file).startswith(_STDLIB)
+    return not (is_installed(str(file)) or is_stdlib(str(file)))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
