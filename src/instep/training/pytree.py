@@ -8,7 +8,6 @@ Other objects are leaves: a copy of them may lack what their class keeps elsewhe
 from __future__ import annotations
 
 import enum
-import random
 import types
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.generator_states import describe_state, is_generator
 from instep.process.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 
 MAX_OBJECTS = 4096
@@ -300,14 +300,8 @@ def _is_data(value: Any) -> bool:
 def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, np.ndarray):
         return () if value.dtype.hasobject else (crc32(np.ascontiguousarray(value).data),)
-    if isinstance(value, torch.Generator):
-        return (value.get_state().numpy().tobytes(),)
-    if isinstance(value, np.random.Generator):
-        return (repr(value.bit_generator.state),)
-    if isinstance(value, np.random.RandomState):
-        return (repr(value.get_state()),)
-    if isinstance(value, random.Random):
-        return (repr(value.getstate()),)
+    if is_generator(value):
+        return (describe_state(value),)
     inside = list(attributes_of(value).values())
     if isinstance(value, dict):
         return [*value.keys(), *value.values(), *inside]

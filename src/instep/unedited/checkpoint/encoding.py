@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from instep.distributed.generator_states import state_of
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.random_streams import is_deterministic
 from instep.unedited.checkpoint.kinds import (
@@ -25,7 +26,6 @@ from instep.unedited.checkpoint.kinds import (
     UNORDERED,
     attribute_slots,
     form_of,
-    generator_state,
     grad_of,
     is_plain,
     iterator_state,
@@ -133,7 +133,7 @@ class _Encoding:
             }
         if node.kind == "array":
             return {"kind": "array", "data": value}
-        state = value.state_dict() if node.kind == "scaler" else generator_state(value)
+        state = value.state_dict() if node.kind == "scaler" else state_of(value)
         return {"kind": node.kind, "state": state}
 
     def _content(self, node: ScriptObject) -> dict[str, Any]:

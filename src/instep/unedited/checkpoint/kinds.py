@@ -6,7 +6,6 @@ import functools
 import inspect
 import io
 import marshal
-import random
 import threading
 import types
 import warnings
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from instep.distributed.generator_states import is_generator
 from instep.distributed.identity.accelerators import ACCELERATORS
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.pytree import PLAIN, attributes_of
 from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_script
 
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 BULK = 256
 """A list, dict or tuple of more entries is compared as a whole, if it holds nothing but data."""
 
@@ -72,7 +71,7 @@ def kind_of(value: Any) -> str:
         return "tensor"
     if isinstance(value, np.ndarray):
         return "array" if not value.dtype.hasobject else "end"
-    if isinstance(value, GENERATORS):
+    if is_generator(value):
         return "generator"
     if isinstance(value, torch.amp.GradScaler):
         return "scaler"
@@ -210,29 +209,6 @@ def _tensor_digest(tensor: Tensor) -> Any:
         return shape
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     return (*shape, zlib.crc32(flat.view(torch.uint8).numpy().data))
-
-
-def generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers, as tensors and plain values."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False)
-    return value.getstate()
-
-
-def set_generator_state(value: Any, state: Any) -> None:
-    """Let a generator of random numbers go on from `generator_state`."""
-    if isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(state)
-    else:
-        value.setstate(state)
 
 
 def iterator_state(value: Any) -> str:

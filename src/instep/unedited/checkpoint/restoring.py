@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.generator_states import set_state
 from instep.unedited.checkpoint.encoding import NEW, find_named
-from instep.unedited.checkpoint.kinds import form_of, kind_of, set_generator_state
+from instep.unedited.checkpoint.kinds import form_of, kind_of
 from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
 from instep.unedited.errors import CannotSaveScriptError
 
@@ -138,7 +139,7 @@ class _Restoring:
         elif kind == "array":
             target[...] = entry["data"]
         elif kind == "generator":
-            set_generator_state(target, entry["state"])
+            set_state(target, entry["state"])
         elif kind == "scaler":
             target.load_state_dict(entry["state"])
         elif kind == "loader":

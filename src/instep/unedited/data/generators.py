@@ -16,15 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.distributed.generator_states import is_generator
 from instep.process import is_installed, is_stdlib
 
-_GENERATORS = (
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    torch.Generator,
-)
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _MAX_OBJECTS = 2000
 """Enough for any chain of transforms, not for the samples themselves."""
@@ -44,7 +38,7 @@ def find_generator(dataset: object) -> str | None:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _GENERATORS):
+        if _is_source(value):
             if not any(value is known for known in _GLOBAL):
                 return name
             continue
@@ -57,6 +51,11 @@ def may_set_generator(init: object) -> bool:
     `get_worker_info().dataset.rng = default_rng(seed)`."""
     code = getattr(getattr(init, "func", init), "__code__", None)
     return code is not None and "dataset" in code.co_names
+
+
+def _is_source(value: object) -> bool:
+    """Whether random numbers are drawn from this."""
+    return is_generator(value) or isinstance(value, np.random.BitGenerator)
 
 
 def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -83,7 +82,7 @@ def _of_class(name: str, type_: type) -> Iterator[tuple[str, Any]]:
     for base in type_.__mro__:
         if _is_of_user(base.__module__):
             for key, entry in vars(base).items():
-                if isinstance(entry, (types.FunctionType, *_GENERATORS)):
+                if isinstance(entry, types.FunctionType) or _is_source(entry):
                     yield f"{name}.{key}", entry
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import random
 import sys
 import threading
 import types
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.generator_states import describe_state, is_generator
 from instep.process import is_installed, is_stdlib
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN, attributes_of
@@ -39,7 +39,6 @@ _DICTS = (OrderedDict, defaultdict, dict)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
 _EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *_CALLABLES)
 
 
@@ -102,7 +101,7 @@ class GraphNode:
             value[...] = kept
         elif isinstance(value, types.CellType):
             _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
-        elif isinstance(value, _GENERATORS):
+        elif is_generator(value):
             _set_state(value, kept)
 
     def _restore_names(self, kept: dict[str, Any], now: dict[str, Any]) -> None:
@@ -148,14 +147,8 @@ def is_empty_cell(cell: types.CellType) -> bool:
 
 def _state_of(value: Any) -> str | bytes | None:
     """The state of a generator, a counter or a file; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
+    if is_generator(value):
+        return describe_state(value)
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, types.GeneratorType):
@@ -339,7 +332,7 @@ def has_contents(value: Any) -> bool:
     """Whether something may be in this that counts: not in objects of torch, for example."""
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.nbytes <= MAX_ARRAY
-    if isinstance(value, (nn.Module, *_GENERATORS)):
+    if isinstance(value, nn.Module) or is_generator(value):
         return True
     cls = type(value)
     return not isinstance(value, _ENDS) and cls.__module__.partition(".")[0] not in _OPAQUE
