@@ -12,9 +12,6 @@ REQUEUE = 75
 """The exit code of a job that has saved a checkpoint because it was told to end, and wants to be
 queued again: EX_TEMPFAIL of sysexits.h."""
 
-_LONG_RANGE = 16
-"""Numbers without a gap, less one, that are shown as a range."""
-
 
 def describe_exit(code: int | None) -> str:
     """An exit code, -n for signal n, as a predicate. None: the code is not known."""
@@ -53,15 +50,15 @@ def group_ranks(values: Sequence[Any]) -> dict[Any, list[int]]:
     return found
 
 
-def format_ranks(numbers: Iterable[int], members: str = "rank") -> str:
+def format_ranks(numbers: Iterable[int], members: str = "rank", *, shortest_range: int = 17) -> str:
     """ "rank 2" or "ranks 0, 2, 4-90"; `members` is "host" for hosts.
 
-    Of many numbers, those without a gap are shown as a range: a job may have 10,000 ranks.
+    So many numbers without a gap, or more, are shown as a range: a job may have 10,000 ranks.
     """
     ordered = sorted(numbers)
     shown = (
         f"{first}-{last}"
-        if last - first >= _LONG_RANGE
+        if last - first + 1 >= shortest_range
         else ", ".join(map(str, range(first, last + 1)))
         for first, last in rank_ranges(ordered)
     )

@@ -6,23 +6,17 @@ A state has "what", a predicate about one rank ("waits in all_reduce at train.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from instep.distributed.watchdog.connection import Message
-from instep.process.exit_status import rank_ranges
+from instep.process.exit_status import format_ranks
 
 _PLURALS = {"is": "are", "waits": "wait", "runs": "run", "has": "have", "sleeps": "sleep"} | {
     "does": "do"
 }
 _MIB = 1 << 20
-
-
-def format_rank_ranges(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5"."""
-    ordered = sorted(ranks)
-    runs = rank_ranges(ordered)
-    texts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
-    return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
+SHORTEST_RANGE = 3
+"""So many ranks without a gap, or more, are shown as a range in a report."""
 
 
 def format_states(states: Mapping[int, Message]) -> str:
@@ -36,7 +30,7 @@ def format_states(states: Mapping[int, Message]) -> str:
             what = _PLURALS.get(verb, verb) + space + rest
         waited = max((states[rank].get("waited") or 0.0 for rank in group), default=0.0)
         duration = f" for {format_seconds(waited)}" if first.get("waited") is not None else ""
-        parts.append(f"{format_rank_ranges(group)} {what}{duration}")
+        parts.append(f"{format_ranks(group, shortest_range=SHORTEST_RANGE)} {what}{duration}")
     return "; ".join(parts)
 
 
@@ -65,7 +59,8 @@ def format_stacks(states: Mapping[int, Message]) -> str:
     texts = []
     for stacks, ranks in groups.items():
         about = states[ranks[0]]["what"]
-        texts.append(f"---- {format_rank_ranges(ranks)}: {about}\n{stacks.rstrip()}\n")
+        shown = format_ranks(ranks, shortest_range=SHORTEST_RANGE)
+        texts.append(f"---- {shown}: {about}\n{stacks.rstrip()}\n")
     return "\n".join(texts)
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls import report
+from instep.process.exit_status import format_ranks
 
 REPLY_SECONDS = 6.0
 """For the watchers to describe their ranks; the ones that have not are named."""
@@ -141,7 +142,8 @@ class StallCoordinator:
         text = f"instep: {report.format_states(states)}\n"
         stacks = report.format_stacks(states)
         if stacks and self._append(f"{text}{stacks}\n"):
-            about = report.format_rank_ranges(report.ranks_with_stacks(states))
+            ranks = report.ranks_with_stacks(states)
+            about = format_ranks(ranks, shortest_range=report.SHORTEST_RANGE)
             text += f"instep: the stacks of {about} are in {self._path}\n"
         _print(text)
 
