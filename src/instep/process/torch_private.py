@@ -8,6 +8,7 @@ tests with other versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -44,6 +45,10 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 neg_view = torch._neg_view
 assert_async = torch._assert_async
 """An assertion on a device, for which the host does not wait."""
+hooks_of = attrgetter("_backward_hooks")
+"""A tensor's hooks on its gradient."""
+later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+"""A parameter's hooks for when its gradient is in `.grad`."""
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

@@ -7,7 +7,7 @@ packed into one flat tensor, which travels while backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -50,7 +50,22 @@ def make_bucket(
     )
 
 
-def separate(buckets: Iterable[GradBucket]) -> None:
+def finish_buckets(
+    buckets: Sequence[GradBucket], started: int, transport: Transport, skip: Container[int] = ()
+) -> None:
+    """Backward has ended, and so many of the buckets have started: start the others, wait for all,
+    and write the sums into `.grad`, except of the indices in `skip`."""
+    _separate(buckets[started:])
+    for bucket in buckets[started:]:
+        bucket.start(transport)
+    for bucket in buckets:
+        bucket.start_second_phase(transport)
+    for bucket in buckets:
+        bucket.wait()
+        bucket.write_grads(skip)
+
+
+def _separate(buckets: Iterable[GradBucket]) -> None:
     """Before these start: let each gradient have memory of its own. Two parameters that are added
     up have one gradient, and one may be a part of another tensor."""
     storages: set[int] = set()

@@ -14,12 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
 from instep.process.exit_status import group_ranks
+from instep.process.torch_private import hooks_of, later_hooks_of
 from instep.training.batches import progress
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.grad_buckets import make_bucket, separate
+from instep.training.buckets.grad_buckets import finish_buckets, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.comparison import DriftCheck
@@ -179,19 +180,11 @@ class Reducer:
             self._add_accumulated()
         with self._explained_mismatch():
             self._verify_checksums()
-        if not _current.sync:
-            return
-        self._inspect(self._buckets[self._started :], are_last=True)
-        separate(self._buckets[self._started :])
-        for bucket in self._buckets[self._started :]:
-            bucket.start(self._bucket_transport)
+            if not _current.sync:
+                return
+            self._inspect(self._buckets[self._started :], are_last=True)
+            finish_buckets(self._buckets, self._started, self._bucket_transport, self._reduced)
         self._started = len(self._buckets)
-        for bucket in self._buckets:
-            bucket.start_second_phase(self._bucket_transport)
-        for bucket in self._buckets:
-            with self._explained_mismatch():
-                bucket.wait()
-            bucket.write_grads(skip=self._reduced)
         self._partial.clear()
         _unfinished.pop(self, None)
 
@@ -213,8 +206,8 @@ class Reducer:
         # In every step, for every parameter: loops in C, not in Python.
         key = (
             tuple(map(_TYPE, self._parameters)),
-            tuple(map(len, map(_HOOKS, self._parameters))),
-            tuple(map(bool, map(_LATER_HOOKS, self._parameters))),
+            tuple(map(len, map(hooks_of, self._parameters))),
+            tuple(map(bool, map(later_hooks_of, self._parameters))),
             frozenset(self._sparse),
         )
         chosen = self._bucket_sets.pop(key, None)
@@ -362,7 +355,7 @@ class _Hook:
         handle = parameter.register_hook(self)
         parameter.requires_grad_(not frozen)
         # Before the user's hooks, which must see the sum.
-        _HOOKS(parameter).move_to_end(handle.id, last=False)
+        hooks_of(parameter).move_to_end(handle.id, last=False)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         if _current is None:  # torch.autograd.grad: the value goes to the user
@@ -372,9 +365,7 @@ class _Hook:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user has hooks on this gradient, beside ours."""
-    return len(_HOOKS(parameter)) > 1 or bool(_LATER_HOOKS(parameter))
+    return len(hooks_of(parameter)) > 1 or bool(later_hooks_of(parameter))
 
 
 _TYPE = attrgetter("requires_grad", "dtype", "device")
-_HOOKS = attrgetter("_backward_hooks")
-_LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")

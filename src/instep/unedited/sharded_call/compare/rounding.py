@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.process.torch_private import run_backward
+from instep.process.torch_private import hooks_of, run_backward
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
@@ -169,7 +169,7 @@ Products = list[list[Tensor | None]]
 @contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Inside, the script's hooks on the gradients of these are not called."""
-    hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := hooks_of(x))]
     for hooks, _ in hooked:
         hooks.clear()
     try:

@@ -24,7 +24,7 @@ from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.grad_buckets import separate
+from instep.training.buckets.grad_buckets import finish_buckets
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
@@ -262,14 +262,7 @@ class BucketedBackward:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
         if self._finite_check is not None:
             self._finite_check.inspect(self._buckets[self._started :], are_last=True)
-        separate(self._buckets[self._started :])
-        for bucket in self._buckets[self._started :]:
-            bucket.start(self._transport)
-        for bucket in self._buckets:
-            bucket.start_second_phase(self._transport)
-        for bucket in self._buckets:
-            bucket.wait()
-            bucket.write_grads()
+        finish_buckets(self._buckets, self._started, self._transport)
 
     def reset(self) -> None:
         """Forget this backward."""

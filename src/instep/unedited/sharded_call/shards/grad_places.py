@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport
+from instep.process.torch_private import hooks_of, later_hooks_of
 from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import make_bucket
@@ -22,8 +23,6 @@ _TYPE = attrgetter("dtype", "device", "shape")
 """What stays the same for a parameter, until `model.half()` and the like."""
 AT_ONCE = -1
 """In place of an index in a bucket: the gradient is summed when a backward has computed it."""
-_HOOKS = attrgetter("_backward_hooks")
-_LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _IS_LEAF = attrgetter("is_leaf")
 
 
@@ -128,7 +127,7 @@ def note_sparse(parameter: Tensor) -> None:
 
 def have_hooks(parameters: Sequence[Tensor]) -> bool:
     """Whether the script has hooks on the gradient of any of these."""
-    return any(map(_HOOKS, parameters)) or any(map(_LATER_HOOKS, parameters))
+    return any(map(hooks_of, parameters)) or any(map(later_hooks_of, parameters))
 
 
 def _is_reduced_now(parameter: Tensor) -> bool:
