@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""What `__call__` does beside `forward`."""
+from instep.unedited.sharded_call.plan.module_properties import CALL_HOOKS
+
 _FORWARD = "forward"
 
 
 @contextmanager
 def as_calls(module: nn.Module) -> Iterator[None]:
     """Inside, a call of the module is under way, and its own calls of `forward` are calls, too."""
-    if not _calls_forward(type(module)) or any(getattr(module, name) for name in _HOOKS):
+    if not _calls_forward(type(module)) or any(getattr(module, name) for name in CALL_HOOKS):
         yield
         return
     instance = vars(module)

@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 from instep.process import is_installed
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+"""The tables of what a module's `__call__` does beside `forward`."""
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -41,13 +42,13 @@ def find_hooks(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[str, tupl
     The former are the script's. A library's forward hook may be there for the module's own sake;
     it must keep nothing of what it sees (see `library_hooks`).
     """
-    for name in _HOOKS:
+    for name in CALL_HOOKS:
         for hook in getattr(global_hooks, f"_global{name}").values():
             if owner := _owner(hook):
                 return f"{owner} has a hook on all modules, which must see whole batches", ()
     others: list[int] = []
     for part in parts:
-        for name in _HOOKS:
+        for name in CALL_HOOKS:
             hooks = part.__dict__[name]
             for number, hook in hooks.items() if hooks else ():
                 owner = _owner(hook)
