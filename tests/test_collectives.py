@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import instep
-from instep.distributed.communication.tensors import check_reachable
+from instep.distributed.communication.tensors import check_reachable, is_dense
 from instep.distributed.identity import torch_devices
 from instep.errors import (
     CollectiveError,
@@ -333,3 +333,14 @@ def test_a_rank_with_a_gpu_can_send_from_that_one(monkeypatch):
     monkeypatch.setattr(torch_devices, "accelerator_type", lambda: None)
     with pytest.raises(WrongDeviceError, match=r"^(?!.*cuda)"):
         check_reachable(torch.ones(2, device="meta"))
+
+
+def test_a_tensor_is_dense_where_its_elements_are_one_piece_of_memory_in_some_order():
+    x = torch.empty(2, 3, 4)
+    dense = [x, x.permute(2, 0, 1), x[:1], x.permute(2, 0, 1)[:, :1, :].select(2, 0).t()[:, :0]]
+    dense += [torch.empty_strided((3, 1, 2), (1, 7, 3)), torch.empty_strided((1, 2), (0, 1))]
+    gaps = [x[:, :2], x[:, :, ::2], x.expand(2, 2, 3, 4), torch.empty_strided((2, 1), (3, 1))]
+    assert [is_dense(tensor) for tensor in [*dense, *gaps]] == [True] * 6 + [False] * 4
+    for tensor in (*dense, *gaps):  # as torch tells which layout it keeps
+        keeps = torch.empty_like(tensor).stride() == tensor.stride()
+        assert is_dense(tensor) == (keeps or tensor.is_contiguous())

@@ -43,6 +43,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether all elements of a tensor are one piece of memory, in some order."""
+    if tensor.is_contiguous():
+        return True
+    numel = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != numel:
+            return False
+        numel *= size
+    return True
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, which torch leaves untyped."""
     return function.apply(*args)

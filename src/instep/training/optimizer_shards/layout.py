@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from instep.distributed.communication.tensors import is_dense
 from instep.training.errors import CannotShardError
 
 _ALIGNMENT = 64
@@ -40,18 +41,6 @@ class Part:
 def flatten(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor in the order of its memory, as a 1-D view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def is_dense(parameter: Tensor) -> bool:
-    """Whether all elements of a parameter are one piece of memory, in some order."""
-    if parameter.is_contiguous():
-        return True
-    numel = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != numel:
-            return False
-        numel *= size
-    return True
 
 
 def check_dense(parameter: Tensor) -> None:

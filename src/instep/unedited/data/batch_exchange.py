@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.scopes import can_pickle, format_exception
+from instep.distributed.communication.tensors import is_dense
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
@@ -174,9 +175,8 @@ def _describe_leaf(leaf: Any) -> Any:
 def _with_rows_in_order(leaf: Tensor) -> Tensor:
     """The tensor, or a contiguous copy unless its rows follow each other in memory."""
     row = leaf[0]
-    dense = row.is_contiguous() or torch.empty_like(row).stride() == row.stride()
     in_order = leaf.shape[0] == 1 or leaf.stride(0) == row.numel()
-    return leaf if dense and in_order else leaf.contiguous()
+    return leaf if is_dense(row) and in_order else leaf.contiguous()
 
 
 def _layout(header: ExchangeHeader) -> tuple[RowType | None, ...]:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.tensors import is_dense
+
 _ALIGNMENT = 64  # bytes; enough for every dtype
 
 
@@ -114,6 +116,4 @@ def _check_tensor(tensor: Tensor) -> None:
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy if there are gaps between its elements."""
     tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride():
-        return tensor
-    return tensor.contiguous()
+    return tensor if is_dense(tensor) else tensor.contiguous()
