@@ -66,7 +66,7 @@ def test_what_follows_the_script_is_left_to_the_script(scripts):
 
 def test_every_option_of_every_command_is_offered(scripts):
     for name in cli.COMMANDS:
-        parser = cli._parser(name)._subparsers._group_actions[0].choices[name]
+        parser = cli._parser(name).commands.choices[name]
         shown = [a.option_strings for a in parser._actions if a.help != argparse.SUPPRESS]
         options = {word for words in shown for word in words}
         assert {*in_bash(scripts["bash"], f"instep {name} -")} == options, name

@@ -221,7 +221,12 @@ def test_what_is_there_is_listed(capsys) -> None:
 def test_every_flag_is_used_named_or_refused():
     known = {*horovodrun._UNUSED, *horovodrun._UNUSED_VALUES}
     assert not known & {*horovodrun._ABSENT_VALUES}
-    assert "--blacklist-cooldown-range" in horovodrun.WITH_VALUE
+
+
+def test_the_values_of_a_flag_are_no_part_of_the_program():
+    ours = ["horovodrun", "-np", "2", "--tcp", "--blacklist-cooldown-range", "1", "2"]
+    theirs = ["python", "train.py", "-np", "3"]
+    assert cli._split([*ours, *theirs], cli._parser("horovodrun")) == (ours, theirs)
 
 
 def test_an_installed_horovod_comes_first(tmp_path: Path) -> None:

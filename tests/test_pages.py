@@ -45,8 +45,9 @@ def test_every_block_of_python_compiles(page):
 def test_every_command_of_instep_is_accepted(page):
     for words in commands(page.read_text()):
         has_program = words[0] in cli.WITH_PROGRAM
-        ours, theirs = cli._split(words) if has_program else (words, ["train.py"])
-        assert cli._parser(words[0]).parse_args(ours).command, words
+        parser = cli._parser(words[0])
+        ours, theirs = cli._split(words, parser) if has_program else (words, ["train.py"])
+        assert parser.parse_args(ours).command, words
         assert theirs, words
 
 

@@ -34,12 +34,14 @@ Only the module of the command in question is imported, so that a job starts fas
 last, reads the parsers of all."""
 
 WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
-"""Commands that end with the user's program and its arguments. WITH_VALUE of their modules lists
-the options that take the next word as their value."""
+"""Commands that end with the user's program and its arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Raises CommandLineError, which is printed in one line, instead of printing the usage."""
+
+    commands: Any = None
+    """The subparsers of `instep`, which have the parser of each command that was added."""
 
     def parse_known_args(self, *given: Any, **named: Any) -> tuple[Any, list[str]]:
         """As argparse does, but an unknown option is an error that names the nearest known one."""
@@ -79,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             _check_first_word(name, words)
-        ours, theirs = _split(words) if name in WITH_PROGRAM else (words, ())
-        asked = _parser(name).parse_args(ours)
+        parser = _parser(name)
+        ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
+        asked = parser.parse_args(ours)
         code: int = asked.command(asked, tuple(theirs))
         return code
     except (LaunchError, VerificationError) as error:
@@ -153,27 +156,29 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _split(argv: Sequence[str], parser: _Parser) -> tuple[Sequence[str], Sequence[str]]:
     """Split into our own arguments and the user's program: `script.py args…` or `-m module args…`.
 
     argparse.REMAINDER would lose a `--` among the program's arguments.
     """
-    module = import_module(COMMANDS[argv[0]])
-    words = dict.fromkeys(module.WITH_VALUE, 2)
-    words |= dict.fromkeys(getattr(module, "WITH_TWO_VALUES", ()), 3)
+    values = {
+        option: 1 if action.nargs is None else action.nargs
+        for action in parser.commands.choices[argv[0]]._actions
+        for option in action.option_strings
+    }
     at = 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
-        at += words.get(argv[at], 1)
+        at += 1 + values.get(argv[at], 0)
     program = argv[at:]
     return argv[:at], program[1:] if program[:1] == ["--"] else program
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str) -> _Parser:
     """A parser for the command of this name, or for all commands if there is none of this name."""
     parser = _Parser("instep", description="Write for one process, run on many.")
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    parser.commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for known, home in COMMANDS.items():
         if name not in COMMANDS or name in (known, "completion"):
-            import_module(home).add_command(commands)
+            import_module(home).add_command(parser.commands)
     return parser

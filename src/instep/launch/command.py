@@ -85,24 +85,6 @@ share the folder, the interpreter and the files"""
 
 _CROWDED = 2
 """Ranks per core; with more of them the start takes long, and a line says why."""
-WITH_VALUE = (
-    *RANKS,
-    "--output",
-    "--load",
-    "--checkpoint",
-    "--bitwise",
-    "--hosts",
-    "--host",
-    "-H",
-    "--nnodes",
-    "--node-rank",
-    "--master",
-    "--dist-file",
-    "--timeline",
-    "--max-restarts",
-    "--min",
-)
-"""Options that take the next word as their value."""
 
 
 def add_command(commands: Any) -> None:

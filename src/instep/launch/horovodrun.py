@@ -37,10 +37,6 @@ With --min-np, --max-np or --host-discovery-script the job is elastic: when a ra
 go on from the last commit of hvd.elastic (see docs/coming-from.md).
 """
 
-_MEANT = (
-    *("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename"),
-    *("--timeline-filename", "-p", "--ssh-port", "-i", "--ssh-identity-file"),
-)
 _VARIABLES = {
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
@@ -72,9 +68,6 @@ _UNUSED_VALUES = (
 change the numbers."""
 _ABSENT_VALUES = ("--config-file",)
 """Flags that are an error, because the job would not do what they ask for."""
-WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES, *elastic_flags.WITH_VALUE)
-"""Options that take the next word as their value."""
-WITH_TWO_VALUES = elastic_flags.WITH_TWO_VALUES
 _ANY_COMMAND = ("-m", "instep.launch.worker.any_command")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 

@@ -34,13 +34,6 @@ accelerators on each host by their name in this cluster, as in npu:8; one rank f
 SET_HELP = "any other option of sbatch, such as partition=gpu; may be repeated"
 
 
-WITH_VALUE = (
-    *("--nodes", "--gpus-per-node", "--gres", "--tasks-per-node", "--cpus-per-task", "--time"),
-    *("--signal", "--name", "--output", "--set"),
-)
-"""Options that take the next word as their value."""
-
-
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
     parser = commands.add_parser(

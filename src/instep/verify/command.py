@@ -28,9 +28,6 @@ BITWISE = """\
 run with instep run --bitwise V and compare bytes at every step: IDENTICAL, or the first step and
 value whose bits differ"""
 
-WITH_VALUE = ("-n", "--steps", "--bitwise", "--json", "--plot")
-"""Options that take the next word as their value."""
-
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""

@@ -17,10 +17,6 @@ _FLAGS = {
 }
 _SCRIPT = "--host-discovery-script"
 _COOLDOWN = "--blacklist-cooldown-range"
-WITH_VALUE = (*(flag for flags in _FLAGS for flag in flags), _SCRIPT, _COOLDOWN)
-"""Options that take the next words as their value."""
-WITH_TWO_VALUES = (_COOLDOWN,)
-"""Those of them that take two words."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

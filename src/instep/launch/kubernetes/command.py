@@ -30,12 +30,6 @@ RESOURCE_HELP = """\
 other accelerators of each pod, by the name that their plugin
 gives them, as in huawei.com/Ascend910:8; one rank for each"""
 
-WITH_VALUE = (
-    *("--image", "--kind", "--nodes", "--gpus-per-node", "--tasks-per-node", "--cpus-per-task"),
-    *("--resource", "--memory", "--name", "--namespace"),
-)
-"""Options that take the next word as their value."""
-
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
