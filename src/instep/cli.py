@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch.worker import local_rank_argument
+from instep.process import print_line
 from instep.version import __version__
 
 COMMANDS = {
@@ -152,7 +153,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    print(f"instep: {error}", file=sys.stderr)
+    print_line(error)
     return 2
 
 

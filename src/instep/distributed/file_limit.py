@@ -6,7 +6,8 @@ Most systems let a process open 1,024, and let it raise that itself to a limit t
 from __future__ import annotations
 
 import resource
-import sys
+
+from instep.process import print_line
 
 
 def allow_open_files(count: int) -> int:
@@ -20,10 +21,8 @@ def allow_open_files(count: int) -> int:
     reachable = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     if reachable < count:
-        print(
-            f"instep: this process may open {reachable} files (ulimit -Hn); a job of this size may "
-            f"need {count}.",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            f"this process may open {reachable} files (ulimit -Hn); a job of this size may "
+            f"need {count}."
         )
     return reachable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
 from instep.launch.worker import static_opt_out
-from instep.process import settings
+from instep.process import print_line, settings
 from instep.unedited import bitwise
 
 RUN = """\
@@ -262,11 +261,9 @@ def _mention_few_cores(ranks: int) -> None:
     """Print one line if the start will take long, because every rank imports torch."""
     count = count_cores()
     if ranks > _CROWDED * count:
-        print(
-            f"instep: starts {ranks} ranks on {count} core{'s' * (count != 1)}; they share the "
-            "cores, so it takes a while until all of them are running.",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            f"starts {ranks} ranks on {count} core{'s' * (count != 1)}; they share the "
+            "cores, so it takes a while until all of them are running."
         )
 
 
@@ -286,7 +283,7 @@ def _mention_findings(job: Job) -> None:
     if findings:
         named = dict.fromkeys(f"{finding.code} ({finding.name})" for finding in findings)
         codes = ", ".join(named)
-        print(f"instep: {codes} in this script; see: instep check {script}", file=sys.stderr)
+        print_line(f"{codes} in this script; see: instep check {script}")
 
 
 def _number_of_ranks(value: str) -> int:

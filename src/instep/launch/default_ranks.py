@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 
 from instep.errors import CommandLineError
 from instep.launch.environment import count_cores
-from instep.process import settings
+from instep.process import print_line, settings
 
 RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
@@ -47,7 +46,7 @@ def choose_number_of_ranks(
     else:
         why = f"each with {cores // ranks} of the {cores} cores here, as there is no GPU"
     number = f"{ranks} rank{'s' * (ranks != 1)}"
-    print(f"instep: {number}, {why} (-n for another number)", file=sys.stderr, flush=True)
+    print_line(f"{number}, {why} (-n for another number)")
     return ranks
 
 

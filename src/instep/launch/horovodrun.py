@@ -21,7 +21,7 @@ from instep.launch.elastic.worlds import worker_variables
 from instep.launch.job import Job
 from instep.launch.remote.host_slots import count_slots, is_this_host, parse_hosts, take_slots
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
-from instep.process import settings
+from instep.process import print_line, settings
 
 DESCRIPTION = """\
 Run a program on N processes of this host, or of several, as Horovod's command of the same name
@@ -121,7 +121,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
                 f"{flag} is not there: there is no configuration file. Leave it out."
             )
     if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
-        print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
+        print_line(f"not used here: {', '.join(unused)}")
     elastic = elastic_flags.is_elastic(asked)
     size = _number_of_ranks(asked) if elastic else _size(asked)
     options = elastic_flags.parse(asked, size) if elastic else None
@@ -136,7 +136,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     )
     if asked.verbose:
         words = command[2:] if command[:2] == _ANY_COMMAND else command
-        print(f"instep: {size} ranks: {' '.join(words)}", file=sys.stderr)
+        print_line(f"{size} ranks: {' '.join(words)}")
     if options is not None:
         hosts_now = partial(_find_hosts, asked, size)
         return Driver(command, asked.output_filename, variables, options, hosts_now).run()

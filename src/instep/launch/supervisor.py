@@ -31,7 +31,7 @@ from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import REPORT_SIGNALS, SignalQueue
 from instep.launch.where.command import print_report
 from instep.launch.worker.control_bytes import FAILED
-from instep.process import pending_writes, settings, storage
+from instep.process import pending_writes, print_line, settings, storage
 from instep.process.exit_status import REQUEUE
 from instep.process.failure import Failure, RankExit, first_failure, format_report
 from instep.process.last_position import LastPosition
@@ -298,7 +298,7 @@ class Supervisor:
             self._notice_time = float("inf")
             ranks = f"{waiting} of {len(self._ranks)} ranks on this host"
             why = "they import PyTorch, or wait for other ranks"
-            print(f"instep: still starting: {ranks} ({why}).", file=sys.stderr, flush=True)
+            print_line(f"still starting: {ranks} ({why}).")
 
     def _waits_for_file(self) -> bool:
         """Whether the next step waits because a rank is writing a file."""

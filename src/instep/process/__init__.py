@@ -25,6 +25,11 @@ def is_installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(file.split(os.sep))
 
 
+def print_line(text: object) -> None:
+    """Print a line of instep's own on standard error, for the user."""
+    print(f"instep: {text}", file=sys.stderr, flush=True)
+
+
 def isolated_command(module: str, *arguments: str) -> list[str]:
     """The command that calls `main` of a module that needs the standard library only.
 

@@ -25,7 +25,7 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
 from instep.distributed.watchdog.call_stack import wait_at_exit
-from instep.process import pending_writes, settings, storage
+from instep.process import pending_writes, print_line, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error
 from instep.training.drift import non_finite
@@ -194,7 +194,7 @@ class MultiRankSession:
         elif seconds >= LONG_RUN:
             line = format_gain(plan_cache.all_tuners, self.world.size, seconds)
         if line:
-            print(f"instep: {line}", file=sys.stderr, flush=True)
+            print_line(line)
 
     def _show_non_finite(self, error: NonFiniteGradError) -> None:
         """On a rank other than 0, whose warnings nobody sees."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
-from instep.process import settings
+from instep.process import print_line, settings
 from instep.unedited import bitwise, launcher_env
 from instep.unedited.errors import UneditedError
 from instep.unedited.opt_out import BatchEffect
@@ -128,11 +128,7 @@ def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
     if world.rank == 0 and launchers.RESTARTS not in os.environ:
         line = f"every rank runs this script as it is, since {reason}."
         sentences = [line, *filter(None, [effect.format(n=world.size)]), "[INS714]"]
-        print(
-            f"instep: {' '.join(sentences)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_line(" ".join(sentences))
 
 
 def opt_out_reason() -> str | None:

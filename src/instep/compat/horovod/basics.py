@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -28,7 +27,7 @@ from instep.distributed.negotiation.message_table import Request
 from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap, stores
 from instep.distributed.watchdog.call_stack import script_line
-from instep.process import settings
+from instep.process import print_line, settings
 
 
 class HorovodSession:
@@ -100,7 +99,7 @@ def _join() -> HorovodSession:
             bootstrap.init(timeout=timedelta(seconds=driver_client.RENDEZVOUS_SECONDS))
             return HorovodSession()
         except (RendezvousError, BrokenGroupError, dist.DistError) as error:
-            print(f"instep: meeting again: {error}", file=sys.stderr, flush=True)
+            print_line(f"meeting again: {error}")
             leave_world()
 
 

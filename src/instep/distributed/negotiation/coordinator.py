@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import selectors
 import socket
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from instep.distributed.negotiation.channels import CoordinatorChannel, RankChan
 from instep.distributed.negotiation.errors import NegotiationError
 from instep.distributed.negotiation.message_table import MessageTable
 from instep.distributed.rendezvous import bootstrap
+from instep.process import print_line
 
 SHUTDOWN = None
 """The last message of a rank."""
@@ -172,7 +172,7 @@ class _Coordinator:
         now, check = monotonic(), self._stall_check
         if check.warn_after is not None:
             for stalled in self._table.find_stalled(now, check.warn_after):
-                print(f"instep: {stalled}", file=sys.stderr, flush=True)
+                print_line(stalled)
         if check.shutdown_after is not None:
             for stalled in self._table.stalled(now, check.shutdown_after):
                 return NegotiationError(f"{stalled} The job asked to end now rather than wait.")

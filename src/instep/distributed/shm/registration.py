@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
-from instep.process import settings
+from instep.process import print_line, settings
 from instep.process.torch_private import has_backend, set_sequence_number
 
 
@@ -52,8 +51,7 @@ def create_group(options: _GroupOptions, _: object = None) -> ProcessGroup:
         )
     except CannotShareMemory as reason:
         if rank == 0 and not options.global_ranks_in_group and str(reason):
-            line = f"instep: no shared memory, Gloo instead: {reason} [INS715]"
-            print(line, file=sys.stderr, flush=True)
+            print_line(f"no shared memory, Gloo instead: {reason} [INS715]")
         return ProcessGroupOverGloo(store, gloo, options.group_id)
     if len(sizes) == 1:
         return InstepProcessGroup(store, gloo, options.group_id, exchange)

@@ -27,7 +27,7 @@ from instep.launch.output import choose_output
 from instep.launch.rank_process import RankProcess, RankSpec, start_rank
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
-from instep.process import pending_writes, settings, storage
+from instep.process import pending_writes, print_line, settings, storage
 from instep.process.exit_status import format_ranks, shell_exit_code
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition
@@ -198,11 +198,7 @@ class Driver:
             kept = format_ranks(m.rank for m in world if m.rank is not None)
             new = sum(member.rank is None for member in world)
             joined = f", and {new} that joined" if new else ""
-            print(
-                f"instep: the job goes on with {len(world)} ranks: {kept} of before{joined}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_line(f"the job goes on with {len(world)} ranks: {kept} of before{joined}")
         port = world[0].port
         for rank, member in enumerate(world):
             variables = rank_variables(rank, len(world), member.slot[0])

@@ -6,12 +6,12 @@ import random
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from instep.errors import CommandLineError
+from instep.process import print_line
 
 INTERVAL = 1.0
 """Seconds between two runs of the script that finds the hosts."""
@@ -115,7 +115,7 @@ class HostDiscovery:
             except CommandLineError as error:
                 found, before, problem = self.found, problem, str(error)
             if problem and problem != before:
-                print(f"instep: {problem} The hosts stay as they are.", file=sys.stderr, flush=True)
+                print_line(f"{problem} The hosts stay as they are.")
             if list(found.items()) != list(self.found.items()):
                 self.found = found
                 self._sender.send(b".")

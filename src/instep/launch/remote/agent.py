@@ -20,6 +20,7 @@ from instep.launch.job import Job
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
+from instep.process import print_line
 
 STARTED = b"instep agent\n"
 """Tells that a login has led to an agent."""
@@ -94,7 +95,7 @@ def main() -> int:
         text = str(error)
     except KeyboardInterrupt:  # while it waited for other hosts
         return 128 + signal.SIGINT
-    print(f"instep: on {os.uname().nodename}: {text}", file=sys.stderr)
+    print_line(f"on {os.uname().nodename}: {text}")
     return 1
 
 

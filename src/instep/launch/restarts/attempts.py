@@ -12,6 +12,7 @@ from instep.launch.rank_process import StartRank
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
 from instep.launch.restarts.standbys import Standbys
 from instep.launch.supervisor import JobResult
+from instep.process import print_line
 
 
 def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]) -> JobResult:
@@ -32,16 +33,12 @@ def _run_attempts(
     restarts = 0
     while (decision := policy.next_attempt(attempt, result)).next is not None:
         sys.stderr.write(result.report)
-        _print(decision.message)
+        print_line(decision.message)
         attempt = decision.next
         restarts += 1
         hosts = place_in(attempt, job.hosts)
         following = replace(job, size=attempt.sizes[hosts.node], hosts=hosts, restarts=restarts)
         result = supervisor.run_job(following, started=lambda: None, start=start)
     if decision.message:
-        _print(f"not restarted: {decision.message}")
+        print_line(f"not restarted: {decision.message}")
     return result
-
-
-def _print(line: str) -> None:
-    print(f"instep: {line}", file=sys.stderr, flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from instep.distributed.watchdog.stalls import job_socket
 from instep.errors import CommandLineError
+from instep.process import print_line
 
 WHERE = """\
 Print what each rank of a running job does now: the collective in which it waits, or the line of the
@@ -59,7 +59,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         )
     reply = job_socket.request(jobs[0], request_type(stacks=asked.stacks, status=asked.status))
     if reply is None:
-        print(f"instep: the job of process {jobs[0].pid} does not reply", file=sys.stderr)
+        print_line(f"the job of process {jobs[0].pid} does not reply")
         return 1
     print(reply)
     return 0

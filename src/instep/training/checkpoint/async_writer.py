@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
+from instep.process import print_line
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
 from instep.training.checkpoint.resume_point import ResumePoint
@@ -73,4 +73,4 @@ class AsyncWriter:
             self._error = CheckpointError.of_write(path, error)
             self._error.__cause__ = error
             if not threading.main_thread().is_alive():  # no call comes that would raise it
-                print(f"instep: {self._error}", file=sys.stderr, flush=True)
+                print_line(self._error)

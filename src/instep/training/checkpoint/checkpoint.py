@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from instep.distributed.communication.scopes import single_process_scope
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.distributed.numbers import each_on_any_rank, on_all_ranks
+from instep.process import print_line
 from instep.process.exit_status import REQUEUE
 from instep.training import replicas
 from instep.training.checkpoint import storage
@@ -216,7 +216,7 @@ class Checkpoint:
         if get_transport().rank == 0:
             ResumePoint(self._step, str(path)).note()
             where = f"epoch {self._epoch}, step {self._step}"
-            print(f"instep: resumed from {path} ({where})", file=sys.stderr, flush=True)
+            print_line(f"resumed from {path} ({where})")
         return True
 
     def latest(self) -> Path | None:
@@ -345,11 +345,9 @@ class Checkpoint:
     def _exit(self) -> None:
         self.close()
         if get_transport().rank == 0:
-            print(
-                f"instep: saved step {self._step} in {self.folder} on a signal; exit code "
-                f"{REQUEUE} asks for another turn",
-                file=sys.stderr,
-                flush=True,
+            print_line(
+                f"saved step {self._step} in {self.folder} on a signal; exit code "
+                f"{REQUEUE} asks for another turn"
             )
         raise SystemExit(REQUEUE)
 

@@ -17,6 +17,7 @@ from typing import Any
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
 from instep.distributed.numbers import on_any_rank
+from instep.process import print_line
 from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
@@ -155,7 +156,7 @@ class _Loop:
                 f"goes on after iteration {self._iteration} of the loop at line {self._line}, "
                 f"which {self._folder} holds"
             )
-            _print("; ".join([line, *problems]))
+            print_line("; ".join([line, *problems]))
 
     def end_iteration(self, frame: types.FrameType, *, is_last: bool) -> None:
         """Called after each iteration: rank 0 saves, unless that would take too much of the time.
@@ -172,7 +173,7 @@ class _Loop:
         if must_end:
             get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
             if self._rank == 0:
-                _print(
+                print_line(
                     f"the loop at line {self._line} was left after iteration {self._iteration} on "
                     f"a signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
                     "turn"
@@ -186,7 +187,7 @@ class _Loop:
         except CannotSaveScriptError as error:
             if not self._has_saved:
                 raise
-            _print(f"nothing is saved after iteration {self._iteration}: {error}")
+            print_line(f"nothing is saved after iteration {self._iteration}: {error}")
         self._has_saved = True
         self._saved_at = monotonic()
         self._cost = self._saved_at - started
@@ -232,7 +233,3 @@ def _restore_streams(saved: dict[str, Any]) -> None:
 def _note(iteration: int, path: Path) -> None:
     """Note for the supervisor what is saved. Its variables are masked from the script."""
     ResumePoint(iteration, str(path)).note({**os.environ, **launcher_env.masked})
-
-
-def _print(line: str) -> None:
-    print(f"instep: {line}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ Only loading is shared: the script's sampler, collate_fn and loop see what one p
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,7 +20,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
-from instep.process import settings
+from instep.process import print_line, settings
 from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
 from instep.training.blocks import Block
@@ -161,7 +160,7 @@ def _warn(loader: DataLoader[Any], line: str) -> None:
     known = _known(loader)
     if not known.has_warned and get_transport().rank == 0:
         name = type(loader.dataset).__name__
-        print(f"instep: data set {name}: {line} [INS713]", file=sys.stderr, flush=True)
+        print_line(f"data set {name}: {line} [INS713]")
     known.has_warned = True
 
 

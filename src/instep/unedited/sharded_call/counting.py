@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
+from instep.process import print_line
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
@@ -79,4 +79,4 @@ def report_whole(module: nn.Module, why: str) -> None:
         if group.is_virtual and why == FEW_ROWS:
             why = why.replace("ranks", "shards")
         line = f"every rank computes {name} whole{separator}{why}."
-        print(f"instep: {line} [INS711]", file=sys.stderr)
+        print_line(f"{line} [INS711]")

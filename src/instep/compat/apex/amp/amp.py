@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from instep.compat.apex.amp.half_functions import HALF_FUNCTIONS
 from instep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
+from instep.process import print_line
 from instep.process.patching import Patch, PatchHandle
 from instep.process.torch_private import tree_leaves
 from instep.training.amp.casting import active_dtype, cast, cast_functions
@@ -67,12 +67,10 @@ def default_half(models: Iterable[nn.Module]) -> torch.dtype:
 @functools.cache
 def _say_bfloat16() -> None:
     if bootstrap.current().rank == 0:
-        print(
-            "instep: amp computes in bfloat16 here, since float16 is about 100 times slower on "
+        print_line(
+            "amp computes in bfloat16 here, since float16 is about 100 times slower on "
             "CPUs. For float16 pass amp.initialize patch_torch_functions_type=torch.float16 (O1) "
-            "or cast_model_type=torch.float16 (O2, O3).",
-            file=sys.stderr,
-            flush=True,
+            "or cast_model_type=torch.float16 (O2, O3)."
         )
 
 
