@@ -29,6 +29,10 @@ class CallCounts:
     samples: int = 0
     """Rows that went through this rank's modules with gradients enabled."""
 
+    def reset(self) -> None:
+        """Count from zero."""
+        self.sharded = self.whole = self.samples = 0
+
     def add_sharded(self, call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> None:
         """Count a call of which this rank has computed its own rows."""
         self.sharded += 1
@@ -53,7 +57,7 @@ _reported: set[tuple[str, str]] = set()
 def reset() -> None:
     """Count from zero, and report anew."""
     _reported.clear()
-    call_counts.__init__()  # type: ignore[misc]
+    call_counts.reset()
 
 
 def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:

@@ -71,13 +71,9 @@ def _call_unknown(
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.is_nested for tensor in tensors):
         return original(module, *args, **kwargs)
-    call_state.inside = True
-    try:
-        name = "forward" if torch.is_grad_enabled() else "evaluation"
-        with ignore_grad_warnings(call.parts), phase(name):
-            return call_outermost(call, ShardGroup.of(get_transport()))
-    finally:
-        call_state.inside = False
+    name = "forward" if torch.is_grad_enabled() else "evaluation"
+    with call_state.calling(), ignore_grad_warnings(call.parts), phase(name):
+        return call_outermost(call, ShardGroup.of(get_transport()))
 
 
 def _run_known_whole(

@@ -259,9 +259,5 @@ def _run_by_parts(call: BoundCall) -> Any:
 @contextmanager
 def sharding_parts(module: nn.Module) -> Iterator[None]:
     """Inside, in a whole call of this module, calls of its parts are sharded."""
-    call_state.inside, call_state.whole_depth = False, call_state.whole_depth + 1
-    try:
-        with own_forward.as_calls(module):
-            yield
-    finally:
-        call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
+    with call_state.calling_parts(), own_forward.as_calls(module):
+        yield

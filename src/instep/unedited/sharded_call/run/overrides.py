@@ -177,8 +177,8 @@ def checkpoint(
         return original(function, *args, use_reentrant=use_reentrant, **kwargs)
     script_contexts: Callable[[], Contexts] = kwargs.pop("context_fn", _no_contexts)
 
-    around = partial(call_state.setting, "inside") if region is None else region.recomputed
-    checkpointed = nullcontext if inside else partial(call_state.setting, "is_checkpointed")
+    around = call_state.calling if region is None else region.recomputed
+    checkpointed = nullcontext if inside else call_state.checkpointing
 
     def contexts() -> Contexts:
         forward, recompute = script_contexts()

@@ -103,14 +103,33 @@ class CallState:
     """Whether what runs now must save the same tensors when backward computes it again."""
 
     @contextmanager
-    def setting(self, name: str) -> Iterator[None]:
-        """Inside, this attribute is true."""
-        before = getattr(self, name)
-        setattr(self, name, True)
+    def calling(self) -> Iterator[None]:
+        """Inside, parts run as they are."""
+        before, self.inside = self.inside, True
         try:
             yield
         finally:
-            setattr(self, name, before)
+            self.inside = before
+
+    @contextmanager
+    def calling_parts(self) -> Iterator[None]:
+        """Inside of a call that runs whole, its parts may be sharded."""
+        before, self.inside = self.inside, False
+        self.whole_depth += 1
+        try:
+            yield
+        finally:
+            self.inside = before
+            self.whole_depth -= 1
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Inside, what runs must save the same tensors when it runs again."""
+        before, self.is_checkpointed = self.is_checkpointed, True
+        try:
+            yield
+        finally:
+            self.is_checkpointed = before
 
 
 call_state = CallState()
