@@ -37,9 +37,9 @@ from instep.process.patching import PatchHandle
 from instep.unedited.data import loaders
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
+from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.data.loaders import iterate
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
-from instep.unedited.single_rank import LOADER_PATCH
 from pool import ranks, run
 
 Pair = namedtuple("Pair", "x y")

@@ -17,6 +17,7 @@ from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
 from instep.process.torch_private import VF
 from instep.training.optimizer_shards import fused_kernels
+from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
 from instep.unedited.files.layers import Layer
@@ -28,7 +29,6 @@ from instep.unedited.processes.patches import PROCESS_PATCHES
 from instep.unedited.seeds import SEED_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import backward, losses, overrides
-from instep.unedited.single_rank import LOADER_PATCH
 from instep.unedited.std_streams import STREAM_PATCHES
 
 SIGNAL_PATCHES = patches(

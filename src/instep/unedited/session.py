@@ -7,15 +7,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.process import print_line, settings
+from instep.process.patching import Patch
 from instep.unedited import bitwise, launcher_env
+from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.errors import UneditedError
 from instep.unedited.opt_out import BatchEffect
 from instep.unedited.single_rank import SingleRankSession
@@ -60,12 +61,22 @@ def start() -> UneditedSession | None:
             fix_hash_seed()
         launcher_env.set_visible_device(world)
         if world.size == 1:
-            single = SingleRankSession()
+            single = SingleRankSession([LOADER_PATCH, *_bitwise_patches()])
             _current = UneditedSession(world, single.seed, single_rank=single)
         else:
-            multi = import_module("instep.unedited.multi_rank").MultiRankSession(opt_out)
+            from instep.unedited.multi_rank import MultiRankSession  # it imports torch
+
+            multi = MultiRankSession(opt_out)
             _current = UneditedSession(multi.world, multi.seed, multi_rank=multi)
     return _current
+
+
+def _bitwise_patches() -> Sequence[Patch]:
+    if not settings.is_bitwise():
+        return ()
+    from instep.unedited.patch_table import BITWISE_PATCHES  # it imports torch
+
+    return BITWISE_PATCHES
 
 
 def stop() -> None:
@@ -85,10 +96,9 @@ def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     if session is None:
         return
     bitwise.check_divided(reason)
-    if (
-        session.multi_rank.has_begun
-        or import_module("instep.unedited.sharded_call.counting").call_counts.sharded
-    ):
+    from instep.unedited.sharded_call.counting import call_counts  # it imports torch
+
+    if session.multi_rank.has_begun or call_counts.sharded:
         raise UneditedError(
             f"all ranks have run this script as one process so far, and now {reason}. "
             "Run it with --plain, as a script for several processes."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from instep.distributed.identity import launchers
@@ -55,10 +54,10 @@ def _saved_in(folder: str, command: Sequence[str]) -> main_module.Compile:
             "what the ranks hold. Let the script save itself with instep.Checkpoint, and run it "
             "without --checkpoint."
         )
-    training_loops = import_module("instep.launch.worker.training_loops")  # imports torch
+    from instep.launch.worker import training_loops  # it imports torch
+
     training_loops.install(command, Path(folder))
-    compile_file: main_module.Compile = training_loops.compile_script
-    return compile_file
+    return training_loops.compile_script
 
 
 def start_session(command: Sequence[str]) -> None:
