@@ -24,6 +24,7 @@ from instep.training.random_streams import is_deterministic
 from instep.unedited.checkpoint.kinds import (
     MAPPINGS,
     UNORDERED,
+    Kind,
     attribute_slots,
     form_of,
     grad_of,
@@ -35,6 +36,8 @@ from instep.unedited.errors import CannotSaveScriptError
 
 NEW = "new "
 """Before the path of an object that was made in the loop."""
+_MADE = (Kind.DICT, Kind.LIST, Kind.TUPLE, Kind.SET, Kind.INSTANCE)
+"""Kinds of objects with content that the loop may make."""
 
 
 def encode(before: ScriptObjects, now: ScriptObjects) -> dict[str, Any]:
@@ -104,17 +107,17 @@ class _Encoding:
 
     def _changed(self, node: ScriptObject, old: ScriptObject) -> dict[str, Any] | None:
         """The entry of an object that was there before; None if it is as it was."""
-        if node.kind == "iterator":
+        if node.kind is Kind.ITERATOR:
             if node.digest != old.digest or "begun" in str(node.digest):
                 raise _no_position(old.path, node.value)
             return None
-        if node.kind == "loader":
+        if node.kind is Kind.LOADER:
             return _loader_entry(old.path, node.value)
-        if node.kind in ("tensor", "array", "generator", "scaler"):
+        if node.kind in (Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR, Kind.SCALER):
             if node.digest is not None and node.digest == old.digest:
                 return None
             return self._leaf(node) | ({"built": old.form} if node.form != old.form else {})
-        if node.kind in ("tuple", "callable"):
+        if node.kind in (Kind.TUPLE, Kind.CALLABLE):
             return None
         if node.digest == old.digest and _has_same(node.slots, old.slots):
             return None
@@ -122,36 +125,36 @@ class _Encoding:
 
     def _leaf(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
-        if node.kind == "tensor":
+        if node.kind is Kind.TENSOR:
             if not is_comparable(value):
                 raise _unknown(node.path, value)
             return {
-                "kind": "tensor",
+                "kind": Kind.TENSOR.value,
                 "data": value.detach(),
                 "grad": grad_of(value),
                 "requires_grad": value.requires_grad if value.is_leaf else None,
             }
-        if node.kind == "array":
-            return {"kind": "array", "data": value}
-        state = value.state_dict() if node.kind == "scaler" else state_of(value)
-        return {"kind": node.kind, "state": state}
+        if node.kind is Kind.ARRAY:
+            return {"kind": Kind.ARRAY.value, "data": value}
+        state = value.state_dict() if node.kind is Kind.SCALER else state_of(value)
+        return {"kind": node.kind.value, "state": state}
 
     def _content(self, node: ScriptObject) -> dict[str, Any]:
         """The entry of a container or an instance, with all of its content."""
         value, path = node.value, node.path
-        entry: dict[str, Any] = {"kind": node.kind}
-        if node.kind == "dict":
+        entry: dict[str, Any] = {"kind": node.kind.value}
+        if node.kind is Kind.DICT:
             entry["items"] = [
                 [self._value(path, key), self._value(f"{path}[{key!r}]", each)]
                 for key, each in dict.items(value)
             ]
-        elif node.kind in ("list", "tuple", "set"):
+        elif node.kind in (Kind.LIST, Kind.TUPLE, Kind.SET):
             entry["items"] = [self._value(f"{path}[{k}]", each) for k, each in enumerate(value)]
-        elif node.kind in ("cell", "class"):
+        elif node.kind in (Kind.CELL, Kind.CLASS):
             entry["slots"] = {key: self._value(f"{path}{key}", each) for key, each in node.slots}
             return entry
         attributes = attribute_slots(value)
-        if attributes or node.kind in ("instance", "function"):
+        if attributes or node.kind in (Kind.INSTANCE, Kind.FUNCTION):
             entry["attributes"] = {
                 key[1:]: self._value(f"{path}{key}", each) for key, each in attributes
             }
@@ -160,20 +163,25 @@ class _Encoding:
     def _new(self, node: ScriptObject) -> dict[str, Any]:
         """The entry of an object that the loop has made."""
         value, kind = node.value, node.kind
-        if kind == "tensor":
+        if kind is Kind.TENSOR:
             return self._new_tensor(node)
-        if kind == "array" and type(value) is np.ndarray:
-            return {"kind": "array", "data": value}
-        if kind in ("dict", "list", "tuple", "set", "instance") and _can_be_made(value, kind):
+        if kind is Kind.ARRAY and type(value) is np.ndarray:
+            return {"kind": Kind.ARRAY.value, "data": value}
+        if kind in _MADE and _can_be_made(value, kind):
             entry = self._content(node) | {"class": name_of(type(value))}
             if isinstance(value, deque):
                 entry["maxlen"] = value.maxlen
             if type(value).__name__ == "defaultdict":
                 entry["factory"] = self._value(node.path, value.default_factory)
             return entry
-        if kind == "iterator":
+        if kind is Kind.ITERATOR:
             if iterator_state(value) == "ended":
-                return {"kind": "list", "class": "builtins:list", "items": [], "iterator": True}
+                return {
+                    "kind": Kind.LIST.value,
+                    "class": "builtins:list",
+                    "items": [],
+                    "iterator": True,
+                }
             raise _no_position(node.path, value)
         raise _unknown(node.path, value)
 
@@ -182,7 +190,7 @@ class _Encoding:
         if not is_comparable(value):
             raise _unknown(node.path, value)
         entry: dict[str, Any] = {
-            "kind": "tensor",
+            "kind": Kind.TENSOR.value,
             "device": value.device,
             "parameter": isinstance(value, nn.Parameter),
             "requires_grad": value.requires_grad and value.is_leaf,
@@ -247,7 +255,7 @@ def _loader_entry(path: str, loader: DataLoader[Any]) -> dict[str, Any] | None:
             loader,
             "has persistent workers, which keep a state of their own; pass no persistent_workers",
         )
-    return {"kind": "loader"}
+    return {"kind": Kind.LOADER.value}
 
 
 def _has_same(slots: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> bool:
@@ -275,16 +283,16 @@ def _fills_memory(node: ScriptObject) -> bool:
     return bool(node.value.nbytes == node.value.untyped_storage().nbytes())
 
 
-def _can_be_made(value: Any, kind: str) -> bool:
+def _can_be_made(value: Any, kind: Kind) -> bool:
     """Whether an object of this class can be made without its __init__."""
     cls = type(value)
     if find_named(name_of(cls)) is not cls:
         return False
-    if kind == "dict":
+    if kind is Kind.DICT:
         return cls in MAPPINGS
-    if kind in ("list", "set"):
+    if kind in (Kind.LIST, Kind.SET):
         return cls in (list, deque, set, frozenset)
-    if kind == "tuple":
+    if kind is Kind.TUPLE:
         return cls in (tuple, torch.Size) or hasattr(cls, "_make")
     if isinstance(value, nn.Module):
         return True

@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from enum import Enum
+from enum import Enum, StrEnum, auto
 from pathlib import PurePath
 from typing import Any
 
@@ -31,6 +31,38 @@ from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 BULK = 256
 """A list, dict or tuple of more entries is compared as a whole, if it holds nothing but data."""
+
+
+class Kind(StrEnum):
+    """How an object is saved. Checkpoints have the values."""
+
+    TENSOR = auto()
+    ARRAY = auto()
+    """Of numpy, with plain numbers."""
+    GENERATOR = auto()
+    """Of random numbers."""
+    SCALER = auto()
+    """A GradScaler."""
+    LOADER = auto()
+    DICT = auto()
+    LIST = auto()
+    """Or a deque."""
+    TUPLE = auto()
+    SET = auto()
+    CELL = auto()
+    """A variable of a function that another function inside of it uses."""
+    CLASS = auto()
+    """Of the script."""
+    FUNCTION = auto()
+    """Of the script."""
+    CALLABLE = auto()
+    """A method, or functools.partial."""
+    ITERATOR = auto()
+    INSTANCE = auto()
+    """Of any other class."""
+    END = auto()
+    """Looked at no further."""
+
 
 UNORDERED = ".item "
 """In the path of an entry of a set: objects have another order there in each run."""
@@ -65,39 +97,40 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def kind_of(value: Any) -> str:
-    """How an object is saved; "end" if it is looked at no further."""
+def kind_of(value: Any) -> Kind:
+    """How an object is saved."""
     if isinstance(value, Tensor):
-        return "tensor"
+        return Kind.TENSOR
     if isinstance(value, np.ndarray):
-        return "array" if not value.dtype.hasobject else "end"
+        return Kind.ARRAY if not value.dtype.hasobject else Kind.END
     if is_generator(value):
-        return "generator"
+        return Kind.GENERATOR
     if isinstance(value, torch.amp.GradScaler):
-        return "scaler"
+        return Kind.SCALER
     if isinstance(value, DataLoader):
-        return "loader"
+        return Kind.LOADER
     if isinstance(value, dict):
-        return "dict"
+        return Kind.DICT
     if isinstance(value, list | deque):
-        return "list"
+        return Kind.LIST
     if isinstance(value, tuple):
-        return "tuple"
+        return Kind.TUPLE
     if isinstance(value, set | frozenset):
-        return "set"
+        return Kind.SET
     if isinstance(value, types.CellType):
-        return "cell"
+        return Kind.CELL
     if isinstance(value, type):
-        return "class" if is_of_script(value) and not issubclass(value, Enum) else "end"
+        return Kind.CLASS if is_of_script(value) and not issubclass(value, Enum) else Kind.END
     if isinstance(value, types.FunctionType):
-        return "function" if is_of_script(value) else "end"
+        return Kind.FUNCTION if is_of_script(value) else Kind.END
     if isinstance(value, types.MethodType | functools.partial):
-        return "callable"
+        return Kind.CALLABLE
     if isinstance(value, _ENDS) or _is_of_library(type(value)):
-        return "end"
+        return Kind.END
     if isinstance(value, Iterator):
-        return "iterator" if type(value).__module__ in _WITH_POSITION else "instance"
-    return "instance" if attributes_of(value) or hasattr(value, "__dict__") else "end"
+        return Kind.ITERATOR if type(value).__module__ in _WITH_POSITION else Kind.INSTANCE
+    is_instance = attributes_of(value) or hasattr(value, "__dict__")
+    return Kind.INSTANCE if is_instance else Kind.END
 
 
 _WITH_POSITION = ("builtins", "itertools", "torch.utils.data.dataloader")
@@ -115,9 +148,9 @@ def _is_of_library(cls: type) -> bool:
 # ------------------------------------------------------------------------------ what is in it
 
 
-def slots_of(value: Any, kind: str) -> list[tuple[str, Any]]:
+def slots_of(value: Any, kind: Kind) -> list[tuple[str, Any]]:
     """What an object of this kind contains: the end of a path to it, and the value."""
-    if kind == "dict":
+    if kind is Kind.DICT:
         pairs = list(dict.items(value))
         found = [
             (f"[{key!r}]" if is_plain(key) else f"[#{k}]", entry)
@@ -125,32 +158,32 @@ def slots_of(value: Any, kind: str) -> list[tuple[str, Any]]:
         ]
         found += [(f".key{k}", key) for k, (key, _) in enumerate(pairs) if not is_plain(key)]
         return found + attribute_slots(value)
-    if kind in ("list", "tuple"):
+    if kind in (Kind.LIST, Kind.TUPLE):
         return [(f"[{k}]", entry) for k, entry in enumerate(value)] + attribute_slots(value)
-    if kind == "set":
+    if kind is Kind.SET:
         return [(f"{UNORDERED}{k}", entry) for k, entry in enumerate(value)]
-    if kind == "cell":
+    if kind is Kind.CELL:
         return [] if is_empty_cell(value) else [(".value", value.cell_contents)]
-    if kind == "class":
+    if kind is Kind.CLASS:
         return [
             (f".{name}", entry)
             for name, entry in vars(value).items()
             if not name.startswith("__") or name in ("__call__", "__init__", "__getitem__")
         ]
-    if kind == "function":
+    if kind is Kind.FUNCTION:
         free = value.__code__.co_freevars
         cells = zip(free, value.__closure__ or (), strict=True)
         found = [(f".{name}", cell) for name, cell in cells]
         found += [(f".default{k}", entry) for k, entry in enumerate(value.__defaults__ or ())]
         found += [(f".{k}", entry) for k, entry in (value.__kwdefaults__ or {}).items()]
         return found + [(f".{k}", entry) for k, entry in vars(value).items()]
-    if kind == "callable":
+    if kind is Kind.CALLABLE:
         if isinstance(value, types.MethodType):
             return [(".__self__", value.__self__), (".__func__", value.__func__)]
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    if kind == "loader":
+    if kind is Kind.LOADER:
         return [(f".{name}", getattr(value, name)) for name in _OF_LOADER]
-    if kind == "instance":
+    if kind is Kind.INSTANCE:
         return attribute_slots(value)
     return []
 
@@ -163,19 +196,19 @@ def attribute_slots(value: Any) -> list[tuple[str, Any]]:
 # -------------------------------------------------------------------------------- its content
 
 
-def digest_of(value: Any, kind: str) -> Any:
+def digest_of(value: Any, kind: Kind) -> Any:
     """Something that differs if the content of a leaf has changed; None: always saved."""
-    if kind == "tensor":
+    if kind is Kind.TENSOR:
         if isinstance(value, nn.Parameter):
             return None
         grad = grad_of(value)
         digest = None if grad is None else _tensor_digest(grad)
         return _tensor_digest(value), digest, value.is_leaf and value.requires_grad
-    if kind == "array":
+    if kind is Kind.ARRAY:
         return value.shape, value.dtype.str, zlib.crc32(value.tobytes())
-    if kind == "iterator":
+    if kind is Kind.ITERATOR:
         return iterator_state(value)
-    if kind in ("list", "dict", "tuple") and type(value) in (list, dict, tuple):
+    if kind in (Kind.LIST, Kind.DICT, Kind.TUPLE) and type(value) in (list, dict, tuple):
         return large_digest(value)
     return None
 

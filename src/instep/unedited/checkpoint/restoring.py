@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from instep.distributed.generator_states import set_state
 from instep.unedited.checkpoint.encoding import NEW, find_named
-from instep.unedited.checkpoint.kinds import form_of, kind_of
+from instep.unedited.checkpoint.kinds import Kind, form_of, kind_of
 from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
 from instep.unedited.errors import CannotSaveScriptError
 
-_LAST = ("loader", "generator")
+_LAST = (Kind.LOADER, Kind.GENERATOR)
 """Kinds that are restored after all others, in this order: loaders draw when workers start."""
 
 
@@ -39,7 +39,7 @@ class _Restoring:
         for path, entry in self._entries.items():
             self._check(path, entry)
         for path, entry in self._entries.items():
-            if entry["kind"] == "tensor" and not path.startswith(NEW):
+            if entry["kind"] == Kind.TENSOR and not path.startswith(NEW):
                 _set_form(self._find(path), entry)  # before others are made as parts of it
         order = sorted(
             self._entries.items(),
@@ -64,7 +64,7 @@ class _Restoring:
         value = self._find(path)
         if kind_of(value) != entry["kind"]:
             raise _other(path)
-        if entry["kind"] == "tensor":
+        if entry["kind"] == Kind.TENSOR:
             shape, dtype = form_of(value)
             old_shape, old_dtype = entry.get("built") or form_of(entry["data"])
             if shape != old_shape:
@@ -99,22 +99,22 @@ class _Restoring:
 
     def _make(self, entry: Mapping[str, Any]) -> Any:
         """A new object, still empty unless it can never be filled."""
-        kind = entry["kind"]
-        if kind == "tensor":
+        kind = Kind(entry["kind"])
+        if kind is Kind.TENSOR:
             return self._make_tensor(entry)
-        if kind == "array":
+        if kind is Kind.ARRAY:
             return np.empty_like(entry["data"])
         if entry.get("iterator"):
             return iter(())
         cls = _named(entry["class"])
-        if kind == "tuple" or cls is frozenset:
+        if kind is Kind.TUPLE or cls is frozenset:
             items = [self._value(item) for item in entry["items"]]
             return cls._make(items) if hasattr(cls, "_make") else cls(items)
         if cls is deque:
             return deque(maxlen=entry["maxlen"])
         if cls is defaultdict:
             return defaultdict(self._value(entry["factory"]))
-        return cls() if kind in ("dict", "list", "set") else object.__new__(cls)
+        return cls() if kind in (Kind.DICT, Kind.LIST, Kind.SET) else object.__new__(cls)
 
     def _make_tensor(self, entry: Mapping[str, Any]) -> Any:
         if "owner" in entry:
@@ -129,46 +129,45 @@ class _Restoring:
     # ----------------------------------------------------------------------------- contents
 
     def _fill(self, target: Any, entry: Mapping[str, Any]) -> None:
-        kind = entry["kind"]
-        if kind == "tensor":
-            with torch.no_grad():
-                if "data" in entry:
-                    target.data.copy_(entry["data"])
-                grad = entry["grad"]
-                target.grad = None if grad is None else grad.to(target.device, copy=True)
-        elif kind == "array":
-            target[...] = entry["data"]
-        elif kind == "generator":
-            set_state(target, entry["state"])
-        elif kind == "scaler":
-            target.load_state_dict(entry["state"])
-        elif kind == "loader":
-            iter(target)
-        elif kind == "cell":
-            for value in entry["slots"].values():
-                target.cell_contents = self._value(value)
-        elif kind == "class":
-            for key, value in entry["slots"].items():
-                if vars(target).get(key[1:]) is not (made := self._value(value)):
-                    setattr(target, key[1:], made)
-        else:
-            self._fill_items(target, entry)
-            if "attributes" in entry:
-                self._fill_attributes(target, entry["attributes"])
+        match Kind(entry["kind"]):
+            case Kind.TENSOR:
+                with torch.no_grad():
+                    if "data" in entry:
+                        target.data.copy_(entry["data"])
+                    grad = entry["grad"]
+                    target.grad = None if grad is None else grad.to(target.device, copy=True)
+            case Kind.ARRAY:
+                target[...] = entry["data"]
+            case Kind.GENERATOR:
+                set_state(target, entry["state"])
+            case Kind.SCALER:
+                target.load_state_dict(entry["state"])
+            case Kind.LOADER:
+                iter(target)
+            case Kind.CELL:
+                for value in entry["slots"].values():
+                    target.cell_contents = self._value(value)
+            case Kind.CLASS:
+                for key, value in entry["slots"].items():
+                    if vars(target).get(key[1:]) is not (made := self._value(value)):
+                        setattr(target, key[1:], made)
+            case kind:
+                self._fill_items(target, kind, entry)
+                if "attributes" in entry:
+                    self._fill_attributes(target, entry["attributes"])
 
-    def _fill_items(self, target: Any, entry: Mapping[str, Any]) -> None:
-        kind = entry["kind"]
-        if kind == "dict":
+    def _fill_items(self, target: Any, kind: Kind, entry: Mapping[str, Any]) -> None:
+        if kind is Kind.DICT:
             items = [(self._value(key), self._value(value)) for key, value in entry["items"]]
             base = OrderedDict if isinstance(target, OrderedDict) else dict
             base.clear(target)
             for key, value in items:
                 base.__setitem__(target, key, value)
-        elif kind == "list" and not entry.get("iterator"):
+        elif kind is Kind.LIST and not entry.get("iterator"):
             values = [self._value(value) for value in entry["items"]]
             target.clear()
             target.extend(values)
-        elif kind == "set" and isinstance(target, set):
+        elif kind is Kind.SET and isinstance(target, set):
             values = [self._value(value) for value in entry["items"]]
             target.clear()
             target.update(values)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.unedited.checkpoint.kinds import digest_of, form_of, is_plain, kind_of, slots_of
+from instep.unedited.checkpoint.kinds import Kind, digest_of, form_of, is_plain, kind_of, slots_of
 from instep.unedited.sharded_call.plan.object_graph import is_of_script
 
 
@@ -20,7 +20,7 @@ class ScriptObject:
     path: str
     """The variables, attributes and entries that lead to it, as a person would write them."""
     value: Any
-    kind: str
+    kind: Kind
     slots: list[tuple[str, Any]]
     digest: Any = None
     form: Any = None
@@ -70,9 +70,9 @@ class ScriptObjects:
             self.paths[id(value)] = path
             self.by_path[path] = value
             kind = kind_of(value)
-            if kind == "end":
+            if kind is Kind.END:
                 continue
-            form = form_of(value) if kind == "tensor" else None
+            form = form_of(value) if kind is Kind.TENSOR else None
             node = ScriptObject(path, value, kind, [], digest_of(value, kind), form)
             self.nodes[id(value)] = node
             found.append(node)
@@ -89,7 +89,7 @@ class ScriptObjects:
 
     @staticmethod
     def _is_bulk(node: ScriptObject, before: ScriptObjects | None) -> bool:
-        if node.digest is None or node.kind not in ("list", "dict", "tuple"):
+        if node.digest is None or node.kind not in (Kind.LIST, Kind.DICT, Kind.TUPLE):
             return False
         if before is None:
             return True
