@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,21 @@ def forever():
         signal.pause()
 """
 """Before every test script: `tell` the test, `meeting` of the ranks, and waiting without end."""
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30, message: str = "") -> None:
+    """Return when the condition is true; fail with the message if it is not in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message or f"not true in {seconds:g} s"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port of this host's loopback interface that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Launch:

@@ -19,6 +19,7 @@ from instep.launch.multi_node.hosts import parse_address
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.worker import local_rank_argument
 from instep.unedited import session
+from launching import free_port
 
 CARD = JobFingerprint("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
@@ -147,7 +148,7 @@ def come(place, *members, seconds=5.0):
 def place(request, tmp_path):
     if request.param == "file":
         return endpoints.PrivateFile(str(tmp_path / "note"))
-    return endpoints.Address("127.0.0.1", _free_port(), "job")
+    return endpoints.Address("127.0.0.1", free_port(), "job")
 
 
 def test_all_hear_what_the_first_decides(place):
@@ -220,7 +221,7 @@ def test_who_comes_twice_is_named(place):
 
 
 def test_a_stranger_is_sent_away():
-    place = endpoints.Address("127.0.0.1", _free_port(), "job")
+    place = endpoints.Address("127.0.0.1", free_port(), "job")
     heard = []
     first = threading.Thread(target=lambda: heard.extend(come(place, Participant(0, 2, CARD, 1))))
     first.start()
@@ -240,11 +241,6 @@ def _connected(place):
             return socket.create_connection((place.host, place.port))
         except ConnectionRefusedError:
             continue
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------ --local_rank

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from instep.unedited.files import atomic_writes, libraries, os_functions
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
+from launching import wait_until
 from test_overlay import seen_through
 
 
@@ -171,15 +171,9 @@ def killed(folder: Path, command: tuple[str, ...], begin: str, rank0: str, rank1
         timeout=60,
     )
     assert done.returncode not in (0, None)
-    deadline = time.monotonic() + 30  # under mpirun the watchers tidy, and they outlive it
-    while {path.name for path in folder.iterdir()} != {
-        "train.py",
-        "model.pt",
-        "begun",
-        "temporary",
-    }:
-        assert time.monotonic() < deadline, done.stderr
-        time.sleep(0.02)
+    kept = {"train.py", "model.pt", "begun", "temporary"}
+    # Under mpirun the watchers tidy, and they outlive it.
+    wait_until(lambda: {path.name for path in folder.iterdir()} == kept, message=done.stderr)
     return done.stderr
 
 
@@ -230,10 +224,7 @@ open("model.pt", "w").write("x")
         timeout=60,
     )
     assert done.returncode != 0
-    deadline = time.monotonic() + 30
-    while [*temporary.glob("instep-*")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not [*temporary.glob("instep-*")])
 
 
 @pytest.mark.launch

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ import instep
 from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.launchers import Launcher, detect, endpoint
 from instep.distributed.identity.world import World
+from launching import free_port
 from pool import run
 from test_launchers import SRUN, TORCHRUN, environment
 
@@ -94,7 +94,7 @@ print(json.dumps([instep.rank, instep.world_size, instep.world.source, total]))
 
 @pytest.mark.launch
 def test_two_processes_that_an_added_launcher_starts_meet(tmp_path):
-    port = _free_port()
+    port = free_port()
     (tmp_path / "script.py").write_text(SCRIPT)
     pods = [
         subprocess.Popen(
@@ -107,11 +107,6 @@ def test_two_processes_that_an_added_launcher_starts_meet(tmp_path):
     ]
     reports = [json.loads(pod.communicate(timeout=50)[0]) for pod in pods]
     assert reports == [[rank, 2, "Kubernetes", 3.0] for rank in range(2)]
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 # -------------------------------------------------------------------------------------- a metric

@@ -12,7 +12,8 @@ import pytest
 import components
 from instep import cli
 from instep.launch.kubernetes.manifests import HOSTFILE, MANIFESTS, PORT, KubernetesJob, format_yaml
-from test_rendezvous import clean_environ, free_port
+from launching import free_port
+from test_rendezvous import clean_environ
 
 JOB = KubernetesJob("mnist", "registry/train:1", ("train.py", "--lr", "0.1"), nodes=3, tasks=4)
 PET = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")

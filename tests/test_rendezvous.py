@@ -26,6 +26,7 @@ from instep.errors import (
     RendezvousError,
 )
 from instep.process.exit_status import group_ranks
+from launching import free_port
 from pool import run
 
 pytestmark = pytest.mark.launch
@@ -67,12 +68,6 @@ def clean_environ(**more):
     drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "INSTEP_", "GLOO")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     return kept | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(size, command, environ):

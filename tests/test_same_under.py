@@ -14,6 +14,7 @@ import components
 import instep
 import trained
 from instep import shm
+from launching import free_port
 from pool import run
 
 pytestmark = pytest.mark.launch
@@ -168,7 +169,7 @@ def _path():
     ],
 )  # fmt: skip
 def test_a_script_that_makes_its_process_group_itself(tmp_path, command, method):
-    words = [TESTS / "unaided.py", "--method", method.format(port=_free_port()), tmp_path]
+    words = [TESTS / "unaided.py", "--method", method.format(port=free_port()), tmp_path]
     start(tmp_path, *command, *words)
     assert_unaided(reports(tmp_path, 2))
 
@@ -201,11 +202,6 @@ def assert_unaided(found, local_ranks=(0, 1)):
     assert [r["local_rank"] for r in found] == [*local_ranks]
     assert {r["variables"]["MASTER_ADDR"] for r in found} <= {"127.0.0.1", "localhost"}
     assert [r["variables"]["LOCAL_RANK"] for r in found] == [*map(str, local_ranks)]
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 # --------------------------------------------------------- the documents' own commands, their toy

@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +21,7 @@ from instep.launch.restarts import standbys
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
 from instep.launch.restarts.standbys import Standbys
-from launching import LAUNCHER_VARIABLES
+from launching import LAUNCHER_VARIABLES, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -86,11 +83,6 @@ def run(
     rank.reap()
     assert code == 0, (folder / f"failure{attempt}").read_text()
     return rank
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.nightly), "unedited"])

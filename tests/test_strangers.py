@@ -11,7 +11,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -35,7 +34,7 @@ from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
-from launching import LAUNCHER_VARIABLES
+from launching import LAUNCHER_VARIABLES, free_port, wait_until
 from pool import ranks
 
 pytestmark = pytest.mark.slow
@@ -384,10 +383,8 @@ def test_the_watch_goes_on_after_ten_thousand_messages_of_strangers(tmp_path):
         job[1].stdin.close()
         assert job[1].wait(30) == -9
         assert job[0].wait(30) == 137
-        deadline = time.monotonic() + 30  # the watcher says it, which may outlive the ranks
-        while "rank 1 of 2 was killed by SIGKILL" not in (tmp_path / "err").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        said = "rank 1 of 2 was killed by SIGKILL"  # by the watcher, which may outlive the ranks
+        wait_until(lambda: said in (tmp_path / "err").read_text())
 
 
 def bare_rank(rank, folder, err):
@@ -402,12 +399,6 @@ def bare_rank(rank, folder, err):
         stdout=subprocess.PIPE,
         stderr=err,
     )
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 PORT = free_port()
