@@ -110,6 +110,14 @@ def lamb(decay, *, nvlamb=False, averaging=True, correction=True, decoupled=True
     return values
 
 
+def check_values(trained, formula) -> None:
+    """That the parameters have the numbers of a formula."""
+    for parameter, expected in zip(trained, formula, strict=True):
+        torch.testing.assert_close(
+            parameter.detach().flatten(), torch.tensor(expected, dtype=torch.float64)
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "formula"),
     [
@@ -123,11 +131,7 @@ def lamb(decay, *, nvlamb=False, averaging=True, correction=True, decoupled=True
     ],
 )
 def test_lamb_is_its_formula(options, formula) -> None:
-    trained = train(lambda p: FusedLAMB(p, 0.1, **options))
-    for parameter, expected in zip(trained, lamb(**formula), strict=True):
-        torch.testing.assert_close(
-            parameter.detach().flatten(), torch.tensor(expected, dtype=torch.float64)
-        )
+    check_values(train(lambda p: FusedLAMB(p, 0.1, **options)), lamb(**formula))
 
 
 def novograd(
@@ -171,11 +175,7 @@ def novograd(
     ],
 )
 def test_novograd_is_its_formula(options, formula) -> None:
-    trained = train(lambda p: FusedNovoGrad(p, 0.1, **options))
-    for parameter, expected in zip(trained, novograd(**formula), strict=True):
-        torch.testing.assert_close(
-            parameter.detach().flatten(), torch.tensor(expected, dtype=torch.float64)
-        )
+    check_values(train(lambda p: FusedNovoGrad(p, 0.1, **options)), novograd(**formula))
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

@@ -23,7 +23,7 @@ import test_simulated_jobs
 import test_simulated_streams
 from oracle import Log, same_as_one_process
 from sharded_training import SHARDED, mlp, unedited
-from test_simulated import AMP, EXPLICIT, INSIDE, NUDGED, OPTIMIZERS, dropped, large, waits
+from test_simulated import AMP, EXPLICIT, INSIDE, OPTIMIZERS, check_replicas, dropped, large, waits
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,10 +43,7 @@ def _on_gpu() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
-    training = getattr(test_exactness, name)
-    same_as_one_process(
-        training, *EXPLICIT[name], sizes=(3,), dtype=torch.float64, nudge=name in NUDGED
-    )
+    check_replicas(name)
 
 
 @pytest.mark.parametrize("training", [dropped, large], ids=lambda training: training.__name__)
@@ -77,12 +74,7 @@ def test_unedited_trainings_have_the_numbers_of_one_process(name: str) -> None:
 
 @pytest.mark.parametrize(
     "training",
-    [
-        test_simulated_streams.in_one_stream,
-        test_simulated_streams.in_branches,
-        test_simulated_streams.unedited_in_one_stream,
-        test_simulated_streams.unedited_in_branches,
-    ],
+    test_simulated_streams.TRAININGS,
     ids=lambda training: training.__name__,
 )
 def test_trainings_that_use_streams_have_the_numbers_of_one_process(

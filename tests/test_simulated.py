@@ -185,6 +185,11 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
 )
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
+    check_replicas(name)
+
+
+def check_replicas(name: str) -> None:
+    """That a training of EXPLICIT has the numbers of one process."""
     training = getattr(test_exactness, name)
     same_as_one_process(
         training, *EXPLICIT[name], sizes=(3,), dtype=torch.float64, nudge=name in NUDGED
@@ -350,7 +355,12 @@ def steps(daily: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "door"), steps(["divided", "float16", INSIDE]))
 def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
-    """After those in which the unedited door compares; torch's own waits do not count."""
+    """Torch's own waits do not count."""
+    check_waits(waits, name, door)
+
+
+def check_waits(waits: Callable[[str, str], list[list[str]]], name: str, door: str) -> None:
+    """That there are none after the steps in which the unedited door compares."""
     compared = 4 if name == INSIDE else 1
     for found in pool.run(2, waits, name, door):
         assert found[compared:] == [[]] * (6 - compared)

@@ -16,10 +16,17 @@ from torch.nn import functional as F  # noqa: N812
 import components
 import instep
 import pool
-import test_exactness
 from oracle import same_as_one_process
 from sharded_training import SHARDED
-from test_simulated import EXPLICIT, INSIDE, NUDGED, OF_THE_CPU, on_sim, steps, waits
+from test_simulated import (
+    EXPLICIT,
+    OF_THE_CPU,
+    check_replicas,
+    check_waits,
+    on_sim,
+    steps,
+    waits,
+)
 
 pytestmark = [pytest.mark.slow, components.needs("C++")]
 
@@ -96,9 +103,7 @@ def waits_on_its_own_device(*args: Any) -> list[list[str]]:
 )
 def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
     """As on the device that torch does not know."""
-    compared = 4 if name == INSIDE else 1
-    for found in pool.run(2, waits_on_its_own_device, name, door):
-        assert found[compared:] == [[]] * (6 - compared)
+    check_waits(waits_on_its_own_device, name, door)
 
 
 WITHOUT_KERNELS = {"attending", "time_first", "transformer_with_dropout"}
@@ -111,10 +116,7 @@ SEVERAL = {"data_parallel"}
 @pytest.mark.parametrize("name", [name for name in EXPLICIT if name not in WITHOUT_KERNELS])
 @pytest.mark.nightly
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
-    same_as_one_process(
-        getattr(test_exactness, name),
-        *EXPLICIT[name], sizes=(3,), dtype=torch.float64, nudge=name in NUDGED,
-    )  # fmt: skip
+    check_replicas(name)
 
 
 @pytest.mark.parametrize(

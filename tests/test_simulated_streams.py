@@ -194,9 +194,12 @@ def unedited_in_branches(log: Log) -> None:
     unedited(log, lambda log: of_a_script(log, Branches()), is_sharded=True)
 
 
+TRAININGS = [in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches]
+
+
 @pytest.mark.parametrize(
     "training",
-    [in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches],
+    TRAININGS,
     ids=lambda training: training.__name__,
 )
 def test_trainings_that_use_streams_have_the_numbers_of_one_process(
