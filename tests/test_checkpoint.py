@@ -155,8 +155,21 @@ def samples(results, first=0):
     ]
 
 
-@pytest.mark.parametrize("kind", ["sharded", "workers", "generator", "sliced", "plain"])
-@pytest.mark.parametrize("stop_at", [2, STEPS, STEPS + 1])
+KINDS = ("sharded", "workers", "generator", "sliced", "plain")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop_at"),
+    [
+        *((kind, 2) for kind in KINDS),
+        *(("sharded", stop_at) for stop_at in (STEPS, STEPS + 1)),
+        *(
+            pytest.param(kind, stop_at, marks=pytest.mark.nightly)
+            for kind in KINDS[1:]
+            for stop_at in (STEPS, STEPS + 1)
+        ),
+    ],
+)
 def test_at_the_same_number_of_ranks_it_is_bit_for_bit(tmp_path, kind, stop_at):
     for size in (1, 2):
         whole = run(size, train, str(tmp_path / f"whole{size}"), kind=kind, every=100)
