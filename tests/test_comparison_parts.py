@@ -138,6 +138,13 @@ def test_beside_a_square_sequence_with_its_batch_in_dimension_1_labels_are_divid
     assert found == [((0, 0), 0), ((1, 0), 1)]
 
 
+def test_a_square_mask_that_has_as_many_rows_as_the_batch_may_go_to_every_rank_whole() -> None:
+    batch, mask = torch.ones(4, 4, 3), torch.ones(4, 4)
+    found = [(each.dims, each.batch_dim) for each in candidate_divisions([batch, mask], 2)]
+    assert found == [((0, 0), 0), ((0, None), 0), ((1, 1), 1), ((1, None), 1)]
+    assert [each.dims for each in candidate_divisions([mask], 2)] == [(0,), (1,)]
+
+
 def test_parts_come_in_the_order_of_modules_each_once() -> None:
     shared = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
     model = nn.Sequential(nn.Sequential(nn.Tanh(), shared), shared[1], shared, nn.ModuleDict())

@@ -608,6 +608,18 @@ def gradients_of_several_rows_at_once(log: Log) -> None:
 
 
 @sharded
+def a_mask_between_as_many_positions_as_the_batch_has_rows(log: Log) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(6, 4 * 12), nn.Unflatten(1, (12, 4)))
+    mask = torch.full((12, 12), -torch.inf).double().triu(1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return layer(model(x[:12]), mask).square().mean()
+
+    train(log, layer, step, model, rows=13)
+
+
+@sharded
 def sparse_embedding(log: Log) -> None:
     table = nn.Embedding(6, 3, sparse=True).double()
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)

@@ -34,7 +34,8 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
     """Divisions of these arguments, likely ones first: the batch is dimension 0, else 1.
 
     A list of strings with one entry per row is always divided; a list of numbers may be something
-    else, such as a size. `at_least`: the rows that a batch must have to be divided.
+    else, such as a size, and a square matrix may be a mask between positions. `at_least`: the rows
+    that a batch must have to be divided.
     """
     seen = set()
     for batch_dim in (0, 1):
@@ -46,8 +47,12 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
                 None if is_column(leaf) and not has_text(leaf) else dim
                 for leaf, dim in zip(leaves, dims, strict=True)
             )
-            for candidate in (dims, without_numbers):
-                if candidate not in seen and not _replicates_text(leaves, candidate):
+            without_squares = tuple(
+                None if _is_square(leaf) else dim for leaf, dim in zip(leaves, dims, strict=True)
+            )
+            for candidate in (dims, without_numbers, without_squares):
+                is_divided = any(dim is not None for dim in candidate)
+                if is_divided and candidate not in seen and not _replicates_text(leaves, candidate):
                     seen.add(candidate)
                     yield Division(candidate, batch_dim)
 
@@ -85,6 +90,10 @@ def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
     """The different sizes of tensors in this dimension."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim]
     return list(dict.fromkeys(tensor.shape[dim] for tensor in tensors))
+
+
+def _is_square(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[0] == leaf.shape[1]
 
 
 def _size(leaf: Any, dim: int) -> int | None:
