@@ -1,6 +1,7 @@
 """What ranks decide from their own attributes, files and clocks, they decide together."""
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -50,6 +51,30 @@ def test_a_flag_of_one_rank_alone_is_no_reason_for_a_comparison():
     with sharding():
         for call in range(8):
             model.is_logging = call == 3 and instep.rank == 1
+            model(x)
+    assert modules.call_counts.sharded == 8
+
+
+_logger = logging.getLogger("test")
+
+
+class Logs(nn.Linear):
+    calls = 0
+
+    def forward(self, input):  # noqa: A002  (torch's name)
+        self.calls += 1
+        if self.calls == 5:
+            _logger.debug("calls: %d", self.calls)  # remembers what it asks its parents
+        return super().forward(input)
+
+
+@ranks(2)
+def test_a_logger_is_no_attribute_and_keys_need_no_order():
+    model, x = Logs(4, 3), torch.randn(6, 4)
+    model.scales = {0: 1.0, "last": 1.0, None: 1.0}
+    with sharding():
+        for call in range(8):
+            model.scales[0] = model.scales["last"] = float(call)
             model(x)
     assert modules.call_counts.sharded == 8
 

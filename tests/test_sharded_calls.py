@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 
 import instep
@@ -88,7 +91,7 @@ class CouplesLater(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         y = super().forward(input)
         self.__class__.calls += 1
-        return y - y.mean(0) if self.calls > 10 else y
+        return y - y.mean(0) * (self.calls > 10)
 
 
 @ranks(2)
@@ -1031,3 +1034,38 @@ def test_after_some_that_were_found_whole_others_like_them_are_not_compared() ->
         if instep.rank == 0:
             assert log.getvalue().count("SumsRows whole") == 2  # by the shape of its output
     assert compared == [made[0], *made[:4], *others]
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, torch may warn of what it calls itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@ranks(2)
+def test_forward_mode_derivatives_go_through_whole_calls() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(8, 6)
+    with without_warnings(), sharding():
+        _, expected = torch.func.jvp(model, (x,), (x,))
+        model(x).sum().backward()
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+        output, derivative = torch.func.linearize(model, x)
+        torch.testing.assert_close(output, model(x))
+    assert found is not None
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(derivative(x), expected)
+    assert modules.call_counts.sharded == 2
+
+
+@ranks(2)
+def test_modules_can_be_scripted() -> None:
+    x = torch.randn(8, 6)
+    expected = nn.BatchNorm1d(6)(x)
+    with without_warnings(), sharding():
+        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)))
+        torch.testing.assert_close(scripted[0](x), expected)
+        assert scripted(x).requires_grad

@@ -155,10 +155,14 @@ class _Original:
 def _wrap(original: Function, patch: Patch) -> Function:
     replacement = patch.replacement
 
-    @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
+    if isinstance(original, FunctionType):
+        # torch.jit.script compiles the source of the original, whose names it looks up there.
+        code, closure = patched.__code__, patched.__closure__
+        patched = FunctionType(code, original.__globals__, closure=closure)
+    functools.update_wrapper(patched, original)
     if patch.compile == "skip":
         from instep.process.torch_private import skip_frame
 

@@ -70,6 +70,13 @@ run_backward = torch.autograd.graph._engine_run_backward
 """What torch.autograd.grad runs: it imports sympy to compare shapes, which takes 0.3 s."""
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The top of the stack of torch.func's transforms; None: none is active."""
+
+
+def is_in_forward_ad() -> bool:
+    """Whether a level of torch.autograd.forward_ad is active, as in torch.func.linearize."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation."""
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack

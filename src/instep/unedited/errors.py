@@ -30,6 +30,10 @@ class ShardedCallError(TrainingError):
         )
 
 
+class MismatchError(Exception):
+    """The ranks do not do the same in a trial, which ends on all of them."""
+
+
 class LoadingError(TrainingError, RuntimeError):
     """A rank could not load its rows, and its exception cannot be sent to the other ranks."""
 

@@ -13,7 +13,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
-from instep.process.torch_private import peek_interpreter_stack
+from instep.process.torch_private import is_in_forward_ad, peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
 from instep.unedited.sharded_call import counting
 from instep.unedited.sharded_call.counting import call_counts
@@ -64,6 +64,7 @@ def _call_unknown(
 ) -> Any:
     if (
         peek_interpreter_stack() is not None  # torch.func's transforms
+        or is_in_forward_ad()
         or not has_parameters(module)
     ):
         return original(module, *args, **kwargs)

@@ -13,11 +13,11 @@ from torch import nn
 
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.unedited.sharded_call import own_forward
-from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
+from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import CHANGES_PARAMETERS, MAKES_PARTS
-from instep.unedited.sharded_call.compare.zero_outputs import run_with_zeros
+from instep.unedited.sharded_call.compare.watched_calls import compare_followed, learn, run_watched
 from instep.unedited.sharded_call.counting import (
     FEW_ROWS,
     call_counts,
@@ -121,13 +121,17 @@ class _CallMode(Enum):
     """Both ways, as a sample."""
     TIME = auto()
     """Sharded or whole, and timed."""
-    WATCH_ZEROS = auto()
-    """Sharded, and anew if an output is no longer zero."""
+    WATCH = auto()
+    """Sharded, and anew both ways if it shows something new: see `run_watched`."""
     SHARD = auto()
 
 
 def _choose_mode(
-    call: BoundCall, entry: CacheEntry, tuner: CallTuner | None, hooks: tuple[int, ...]
+    call: BoundCall,
+    entry: CacheEntry,
+    tuner: CallTuner | None,
+    group: ShardGroup,
+    hooks: tuple[int, ...],
 ) -> _CallMode:
     is_new = entry.is_new(call) or hooks != entry.hooks
     entry.hooks = hooks
@@ -142,9 +146,8 @@ def _choose_mode(
         return _CallMode.COMPARE
     if is_timed:
         return _CallMode.TIME
-    if not entry.plan.has_values and entry.calls <= _CALLS_WITH_ZEROS:
-        return _CallMode.WATCH_ZEROS
-    return _CallMode.SHARD
+    had_zeros = not entry.plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
+    return _CallMode.WATCH if had_zeros or entry.is_watched(call, group) else _CallMode.SHARD
 
 
 def _run_planned(
@@ -155,15 +158,13 @@ def _run_planned(
     hooks: tuple[int, ...],
 ) -> _CallResult:
     """Make a call that may be sharded, and learn whether those that follow may be."""
-    mode, plan = _choose_mode(call, entry, tuner, hooks), entry.plan
+    mode, plan = _choose_mode(call, entry, tuner, group, hooks), entry.plan
     if plan is None:
         return _find_plan(call, entry, group)
     if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
-        plan, output, why = verify_plan(call, plan, group, gradients=mode is _CallMode.COMPARE_ANEW)
-        if why:
-            why += entry.divided_calls()
-        entry.last_compared = entry.calls
-        return _CallResult(output, plan, why, is_sharded=not why)
+        gradients = mode is _CallMode.COMPARE_ANEW
+        plan, output, why = compare_followed(call, plan, entry.flow, group, gradients=gradients)
+        return _conclude(entry, plan, output, why)
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = mismatch + entry.divided_calls()
         return _CallResult(call.run_whole(), None, why, is_sharded=False)
@@ -172,17 +173,30 @@ def _run_planned(
             assert tuner is not None
             plan, output, is_sharded = run_timed(call, plan, tuner, group)
             return _CallResult(output, plan, is_sharded=is_sharded)
-        case _CallMode.WATCH_ZEROS:
-            plan, output, why = run_with_zeros(call, plan, group)
-            return _CallResult(output, plan, why, is_sharded=not why)
+        case _CallMode.WATCH:
+            plan, output, why, is_compared = run_watched(call, plan, entry.flow, group)
+            if is_compared:
+                return _conclude(entry, plan, output, why)
+            return _CallResult(output, plan)
         case _:
             plan, output = run_sharded(call, plan, group)
             return _CallResult(output, plan)
 
 
+def _conclude(entry: CacheEntry, plan: ShardingPlan, output: Any, why: str) -> _CallResult:
+    """What a comparison of a call that had a plan comes to."""
+    if why:
+        why += entry.divided_calls()
+    entry.last_compared = entry.calls
+    return _CallResult(output, plan, why, is_sharded=not why)
+
+
 def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
     """Make the first call with this key, or one of the next where the first ones do not tell."""
-    plan, output, why = find_plan(call, group)
+    with entry.flow.followed() as way:
+        plan, output, why = find_plan(call, group)
+    if not why:
+        learn(way, entry.flow, group)
     if why.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
         report_whole(call.module, f"{why} in this call")  # they are made by now
         return _CallResult(output, None, is_sharded=False)

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, use_transport
-from instep.unedited.errors import ShardedCallError
+from instep.unedited.errors import MismatchError, ShardedCallError
 
 T = TypeVar("T")
-
-
-class MismatchError(Exception):
-    """The ranks do not do the same."""
 
 
 def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T | None, str]:

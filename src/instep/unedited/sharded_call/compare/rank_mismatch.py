@@ -94,7 +94,7 @@ def _summary(value: Any) -> _Summary:
     if not isinstance(value, Tensor) or isinstance(value, ShardedOutput):
         return _Summary(type(value).__name__)
     exact: tuple[object, ...] = (tuple(value.shape), str(value.dtype))
-    if value.layout is not torch.strided or value.is_quantized:
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return _Summary(exact)
     flat = as_plain(value).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
@@ -28,9 +29,10 @@ SIDE_EFFECTS = ("its forward prints", "its forward writes files")
 class SideEffects:
     """The side effects of a forward on this thread."""
 
-    def __init__(self, *, is_silent: bool) -> None:
+    def __init__(self, *, is_silent: bool, is_file_error: bool) -> None:
         self.is_silent = is_silent
         """Whether what it prints is dropped."""
+        self._is_file_error = is_file_error
         self.description = ""
         """What it did first."""
         self._thread = threading.current_thread()
@@ -42,16 +44,23 @@ class SideEffects:
         self.description = self.description or description
         return self.is_silent
 
+    def note_file(self, path: str) -> None:
+        """Note that a file is about to be written. Raises ShardedCallError if it must not be."""
+        self.note(f"its forward writes files ({os.path.basename(path)})")
+        if self._is_file_error and threading.current_thread() is self._thread:
+            raise ShardedCallError(self.description)
+
 
 _current: SideEffects | None = None
 
 
 @contextmanager
-def observed(*, is_silent: bool = False) -> Iterator[SideEffects]:
-    """Inside, side effects are noted; with `is_silent` what is printed is dropped."""
+def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterator[SideEffects]:
+    """Inside, side effects are noted; with `is_silent` what is printed is dropped, and with
+    `is_file_error` to open a file for writing is a ShardedCallError."""
     global _current
     _install_audit_hook()
-    effects = SideEffects(is_silent=is_silent)
+    effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
     with ExitStack() as stack:
         streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         for stream in {id(s): s for s in streams if s is not None}.values():
@@ -125,4 +134,4 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         and isinstance(path, str | bytes)
         and not any(c in os.fsdecode(path) for c in _CACHES)
     ):
-        _current.note(f"its forward writes files ({os.path.basename(os.fsdecode(path))})")
+        _current.note_file(os.fsdecode(path))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from instep.process.patching import Function
 from instep.training.pytree import Structure, flatten_arguments, unflatten
+from instep.unedited.sharded_call.plan.control_flow import begin_forward
 from instep.unedited.sharded_call.plan.module_properties import parts_of
 
 
@@ -46,7 +47,12 @@ class BoundCall:
 
     def run_whole(self) -> Any:
         """Run it on the whole batch, with the script's own arguments, which it may change."""
-        return self.original(self.module, *self.args, **self.kwargs)
+        return self.run(self.args, self.kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module with these arguments."""
+        begin_forward()
+        return self.original(self.module, *args, **kwargs)
 
     def with_leaves(self, leaves: list[Any]) -> BoundCall:
         """The same call with other arguments."""

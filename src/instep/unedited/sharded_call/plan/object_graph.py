@@ -338,7 +338,9 @@ def has_contents(value: Any) -> bool:
     return not isinstance(value, _ENDS) and cls.__module__.partition(".")[0] not in _OPAQUE
 
 
-_OPAQUE = frozenset({"torch", "instep", "weakref", "_thread", "threading", "ctypes", "typing"})
+_OPAQUE = frozenset(
+    {"torch", "instep", "weakref", "_thread", "threading", "ctypes", "typing", "logging"}
+)
 
 
 def is_of_script(value: Any) -> bool:

@@ -25,7 +25,9 @@ from instep.unedited.sharded_call.plan import attribute_changes, temporary_modul
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
+from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import MOVED
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -81,6 +83,8 @@ class CacheEntry:
     """Whether other calls of the module turned out to depend on the whole batch."""
     hooks: tuple[int, ...] = ()
     """Those of libraries on its parts, at the last call."""
+    flow: ControlFlow = field(default_factory=ControlFlow)
+    """Which ways the forward went in calls that were compared."""
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
@@ -190,6 +194,11 @@ class CacheEntry:
             or (is_power and self.calls.bit_count() == 1)
         )
 
+    def is_watched(self, call: BoundCall, group: ShardGroup) -> bool:
+        """Whether this call's forward may go a way that was not compared, which is to be seen."""
+        can_be_followed = not (group.is_virtual or is_compiled(call.parts))
+        return can_be_followed and self.flow.is_watched(self.calls)
+
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""
         return is_compared_step(self.calls, int(settings.DRIFT_STEPS))
@@ -232,7 +241,8 @@ def _agree(
     """
     transport, entries = group.transport, _entries[call.module]
     place = next((k for k, each in enumerate(entries) if each is entry), -1)
-    changed = crc32(repr(sorted(attributes.recent.items())).encode()) if attributes.recent else 0
+    changed = crc32(repr(sorted(map(repr, attributes.recent.items()))).encode())
+    changed = changed if attributes.recent else 0
     mine = (place, entry.has_due_attributes(), changed)
     message = torch.tensor(mine, dtype=torch.float64, device=transport.control_device)
     by_rank = numbers.gather(numbers.from_tensor(message), transport).tolist()

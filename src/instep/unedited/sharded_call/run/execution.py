@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import CollectiveError
 from instep.training.pytree import Structure, flatten, unflatten, versions
-from instep.unedited.errors import ShardedCallError
+from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
@@ -64,7 +64,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     try:
         region, local, structure = run_planned(call, plan, group)
-    except CollectiveError:  # the others have one, too
+    except (CollectiveError, MismatchError):  # the others have one, too
         raise
     except Exception as error:
         _wait_for_same_error(error, name, group)
@@ -189,7 +189,7 @@ class _ShardForward:
         args, kwargs = self._arguments
         watch = ArgumentWatch(args, kwargs)
         with self._region.entered_by_shard():
-            output = self._call.original(self._call.module, *args, **kwargs)
+            output = self._call.run(args, kwargs)
         if watch.has_other_changes():
             raise ShardedCallError.changes_arguments(self._call.module)
         self.outputs, self.structure = flatten(watch.result(output))

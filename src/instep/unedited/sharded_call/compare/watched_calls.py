@@ -1,0 +1,80 @@
+"""Calls that are made sharded and watched: what they do may call for a comparison after all.
+
+- An output was zero whenever it was compared. Zeros tell nothing of how the ranks' parts become the
+  whole: a sum, a mean and rows have them alike.
+- The forward may go another way than in the calls that were compared, as one may for the rows of
+  a part of the ranks only, or fail there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from instep.distributed.numbers import on_any_rank
+from instep.training.pytree import flatten
+from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.equivalence import verify_plan
+from instep.unedited.sharded_call.compare.side_effects import observed
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.control_flow import ControlFlow, Way
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.run.sharded_output import has_values
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+
+
+def run_watched(
+    call: BoundCall, plan: ShardingPlan, flow: ControlFlow, group: ShardGroup
+) -> tuple[ShardingPlan, Any, str, bool]:
+    """Make a planned call; if it shows anything new on any rank, make it anew and compare it.
+
+    It does so, too, where it prints, writes files, or fails for the rows of some ranks. Returns
+    the same as `verify_plan`, and whether it was compared. Collective.
+    """
+    before = Snapshot(call.module, call.leaves)
+    with observed(is_silent=True, is_file_error=True) as effects, flow.followed() as way:
+        found, _ = attempt(
+            lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
+            group.transport,
+        )
+    if found is not None:
+        planned, output = found
+        is_new = effects.description or way.is_new or _has_first_values(planned, output)
+        if not on_any_rank(bool(is_new), group.transport):
+            return planned, output, "", False
+        plan = planned
+    before.restore()
+    return *compare_followed(call, plan, flow, group, gradients=True), True
+
+
+def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
+    """Whether an output is not zero that was whenever it was compared."""
+    outputs, _ = flatten(output)
+    return any(
+        not how.has_values and has_values(out)
+        for out, how in zip(outputs, plan.outputs, strict=True)
+    )
+
+
+def compare_followed(
+    call: BoundCall,
+    plan: ShardingPlan,
+    flow: ControlFlow,
+    group: ShardGroup,
+    *,
+    gradients: bool,
+) -> tuple[ShardingPlan, Any, str]:
+    """As `verify_plan`, and learn which way the forward went. Collective."""
+    with flow.followed() as way:
+        plan, output, why = verify_plan(call, plan, group, gradients=gradients)
+    if not why:
+        learn(way, flow, group)
+    return plan, output, why
+
+
+def learn(way: Way, flow: ControlFlow, group: ShardGroup) -> None:
+    """Learn that the sharded call is the same on this way. Collective."""
+    way.learn()
+    flow.may_change = on_any_rank(flow.has_other_ways(), group.transport)

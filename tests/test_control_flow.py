@@ -1,0 +1,241 @@
+"""Forwards that go another way than in the calls that were compared, as the script's code says or
+as their rows ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.plan.control_flow import ControlFlow
+from oracle import Log, same_as_one_process
+from pool import ranks
+from sharded_training import Around, batches, sharding, train, unedited
+
+LATE = 9
+"""The call in which something begins; no sample is compared in it."""
+STEPS = 14
+
+
+class CentresAfterAWhile(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        scores = self.body(x)
+        return scores - scores.mean(0) if self.steps > LATE else scores
+
+
+class CentresEveryNinthBatch(Around):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores = self.body(x)
+        if self.calls % LATE == 0:
+            scores = scores - scores.mean(0)
+        return scores
+
+
+class CentresLargeBatches(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.body(x)
+        return scores - scores.mean(0) if x.abs().mean() > 1.5 else scores
+
+
+class RepeatsUntilItIsSmall(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 20.0:
+            x = x / 2
+        return self.body(x)
+
+
+class FollowsTheLongest(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int((x.abs() < 6).sum(1).max())
+        return torch.cat([self.body(x)] * longest, 1)[:, : 3 * longest]
+
+
+class LossOfTheHard(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.body(x), y, reduction="none")
+        hard = losses[losses > 1.0]
+        if hard.numel() < 4:
+            hard = losses.topk(4).values
+        return hard.mean()
+
+
+class LossOfTheConfident(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.body(x)
+        loss = F.cross_entropy(scores, y)
+        confident = x[:, 0] > 9
+        if confident.any():
+            loss = loss + F.cross_entropy(scores[confident], y[confident])
+        return loss
+
+
+def of_scores(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == LATE:
+            x = x * 10
+        scores: Tensor = model(x)
+        return F.cross_entropy(scores, y) if scores.shape[1] == 3 else scores.square().mean()
+
+    return step
+
+
+def of_loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x[0, 0] = 0.0 if step.calls != LATE else 10.0  # type: ignore[attr-defined]
+        step.calls += 1  # type: ignore[attr-defined]
+        loss: Tensor = model(x, y)
+        return loss
+
+    step.calls = 0  # type: ignore[attr-defined]
+    return step
+
+
+def training(log: Log, model: type[nn.Module], loss: Callable[..., Any]) -> None:
+    made = model()
+    train(log, made, loss(made), steps=STEPS)
+
+
+def play(log: Log, *args: Any) -> None:
+    unedited(log, lambda log: training(log, *args), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (CentresAfterAWhile, of_scores),
+        (CentresEveryNinthBatch, of_scores),
+        (CentresLargeBatches, of_scores),
+        (RepeatsUntilItIsSmall, of_scores),
+        (FollowsTheLongest, of_scores),
+        (LossOfTheHard, of_loss),
+        (LossOfTheConfident, of_loss),
+    ],
+)
+def test_a_call_that_goes_another_way_is_compared(
+    model: type[nn.Module], loss: Callable[..., Any]
+) -> None:
+    same_as_one_process(play, model, loss, sizes=(3,), dtype=torch.float64, nudge=True)
+
+
+class RefusesSomeRows(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return self.body(x)
+
+
+@ranks(2)
+def test_an_error_for_the_rows_of_one_rank_is_that_of_the_whole_batch() -> None:
+    model, caught = RefusesSomeRows().double(), []
+    with sharding() as log:
+        for k, (x, y) in enumerate(batches(STEPS)):
+            if k == LATE:
+                x[-1, 0] = torch.nan
+            try:
+                F.cross_entropy(model(x), y).backward()
+            except ValueError as error:
+                caught.append((k, str(error)))
+        assert caught == [(LATE, "not a number")]
+        assert modules.call_counts.sharded > LATE
+        assert "RefusesSomeRows whole" not in log.getvalue()
+
+
+class Prints(Around):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == LATE:
+            print(len(x), "rows")
+        return self.body(x)
+
+
+@ranks(2)
+def test_what_it_prints_for_the_first_time_is_of_the_whole_batch() -> None:
+    model = Prints().double()
+    with sharding(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        for x, y in batches(STEPS):
+            F.cross_entropy(model(x), y).backward()
+    assert printed.getvalue() == "12 rows\n"
+
+
+def always(x: Tensor) -> Tensor:
+    if x.ndim > 7:
+        raise ValueError("too many dimensions")
+    return x + 1  # fmt: skip
+
+
+def sometimes(x: Tensor, is_on: bool) -> Tensor:
+    if is_on:
+        x = x + 1
+    return x
+
+
+def in_one_line(x: Tensor, is_on: bool) -> Tensor:
+    return x + 1 if is_on else x
+
+
+def reads(x: Tensor, is_on: bool) -> Tensor:
+    return x.sum() if bool(x[0]) == is_on else x.mean()
+
+
+@pytest.mark.parametrize("function", [sometimes, in_one_line])
+def test_a_branch_is_new_until_a_call_with_it_was_compared(function: FunctionType) -> None:
+    flow, x = ControlFlow(), torch.ones(3)
+    with flow.followed() as way:
+        function(x, False)
+    way.learn()
+    assert flow.has_other_ways()
+    for is_on, is_new in [(False, False), (True, True)]:
+        with flow.followed() as way:
+            function(x, is_on)
+        assert way.is_new == is_new
+    way.learn()
+    assert not flow.has_other_ways()
+
+
+def test_what_it_reads_from_a_tensor_is_new_until_a_call_with_it_was_compared() -> None:
+    flow = ControlFlow()
+    for x, is_new in [(0.0, True), (0.0, False), (1.0, True), (0.0, False), (1.0, False)]:
+        with flow.followed() as way:
+            reads(torch.full((3,), x), True)
+            reads(torch.full((3,), x), False)
+        assert way.is_new == is_new
+        way.learn()
+    assert flow.has_other_ways()
+
+
+def test_lines_that_raise_are_no_branch() -> None:
+    flow = ControlFlow()
+    with flow.followed() as way:
+        always(torch.ones(3))
+    way.learn()
+    assert not flow.has_other_ways()
+
+
+def test_the_first_calls_are_watched_and_then_some() -> None:
+    flow = ControlFlow()
+    assert not flow.is_watched(1)
+    flow.may_change = True
+    assert [calls for calls in (1, 64, 65, 1001, 1008) if flow.is_watched(calls)] == [1, 64, 1008]
