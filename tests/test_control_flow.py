@@ -1,5 +1,5 @@
-"""Forwards that go another way than in the calls that were compared, as the script's code says or
-as their rows ask for."""
+"""Forwards whose control flow is another than in the calls that were compared: by the script's own
+state, or by what is in their rows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def play(log: Log, *args: Any) -> None:
         (LossOfTheConfident, of_loss),
     ],
 )
-def test_a_call_that_goes_another_way_is_compared(
+def test_a_call_with_another_control_flow_is_compared(
     model: type[nn.Module], loss: Callable[..., Any]
 ) -> None:
     same_as_one_process(play, model, loss, sizes=(3,), dtype=torch.float64, nudge=True)
@@ -203,35 +203,35 @@ def reads(x: Tensor, is_on: bool) -> Tensor:
 @pytest.mark.parametrize("function", [sometimes, in_one_line])
 def test_a_branch_is_new_until_a_call_with_it_was_compared(function: FunctionType) -> None:
     flow, x = ControlFlow(), torch.ones(3)
-    with flow.followed() as way:
+    with flow.traced() as trace:
         function(x, False)
-    way.learn()
-    assert flow.has_other_ways()
+    trace.learn()
+    assert flow.may_branch()
     for is_on, is_new in [(False, False), (True, True)]:
-        with flow.followed() as way:
+        with flow.traced() as trace:
             function(x, is_on)
-        assert way.is_new == is_new
-    way.learn()
-    assert not flow.has_other_ways()
+        assert trace.is_new == is_new
+    trace.learn()
+    assert not flow.may_branch()
 
 
 def test_what_it_reads_from_a_tensor_is_new_until_a_call_with_it_was_compared() -> None:
     flow = ControlFlow()
     for x, is_new in [(0.0, True), (0.0, False), (1.0, True), (0.0, False), (1.0, False)]:
-        with flow.followed() as way:
+        with flow.traced() as trace:
             reads(torch.full((3,), x), True)
             reads(torch.full((3,), x), False)
-        assert way.is_new == is_new
-        way.learn()
-    assert flow.has_other_ways()
+        assert trace.is_new == is_new
+        trace.learn()
+    assert flow.may_branch()
 
 
 def test_lines_that_raise_are_no_branch() -> None:
     flow = ControlFlow()
-    with flow.followed() as way:
+    with flow.traced() as trace:
         always(torch.ones(3))
-    way.learn()
-    assert not flow.has_other_ways()
+    trace.learn()
+    assert not flow.may_branch()
 
 
 def test_the_first_calls_are_watched_and_then_some() -> None:

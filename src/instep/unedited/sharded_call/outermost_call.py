@@ -17,7 +17,7 @@ from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import CHANGES_PARAMETERS, MAKES_PARTS
-from instep.unedited.sharded_call.compare.watched_calls import compare_followed, learn, run_watched
+from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
 from instep.unedited.sharded_call.counting import (
     FEW_ROWS,
     call_counts,
@@ -163,7 +163,7 @@ def _run_planned(
         return _find_plan(call, entry, group)
     if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
         gradients = mode is _CallMode.COMPARE_ANEW
-        plan, output, why = compare_followed(call, plan, entry.flow, group, gradients=gradients)
+        plan, output, why = compare_traced(call, plan, entry.flow, group, gradients=gradients)
         return _conclude(entry, plan, output, why)
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = mismatch + entry.divided_calls()
@@ -193,10 +193,10 @@ def _conclude(entry: CacheEntry, plan: ShardingPlan, output: Any, why: str) -> _
 
 def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
     """Make the first call with this key, or one of the next where the first ones do not tell."""
-    with entry.flow.followed() as way:
+    with entry.flow.traced() as trace:
         plan, output, why = find_plan(call, group)
     if not why:
-        learn(way, entry.flow, group)
+        learn(trace, entry.flow, group)
     if why.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
         report_whole(call.module, f"{why} in this call")  # they are made by now
         return _CallResult(output, None, is_sharded=False)

@@ -2,8 +2,8 @@
 
 - An output was zero whenever it was compared. Zeros tell nothing of how the ranks' parts become the
   whole: a sum, a mean and rows have them alike.
-- The forward may go another way than in the calls that were compared, as one may for the rows of
-  a part of the ranks only, or fail there.
+- The forward may have another control flow than in the calls that were compared, on all ranks or
+  for the rows of some, or fail for these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instep.unedited.sharded_call.compare.equivalence import verify_plan
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.control_flow import ControlFlow, Way
+from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.sharded_output import has_values
@@ -34,19 +34,19 @@ def run_watched(
     the same as `verify_plan`, and whether it was compared. Collective.
     """
     before = Snapshot(call.module, call.leaves)
-    with observed(is_silent=True, is_file_error=True) as effects, flow.followed() as way:
+    with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
             group.transport,
         )
     if found is not None:
         planned, output = found
-        is_new = effects.description or way.is_new or _has_first_values(planned, output)
+        is_new = effects.description or trace.is_new or _has_first_values(planned, output)
         if not on_any_rank(bool(is_new), group.transport):
             return planned, output, "", False
         plan = planned
     before.restore()
-    return *compare_followed(call, plan, flow, group, gradients=True), True
+    return *compare_traced(call, plan, flow, group, gradients=True), True
 
 
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
@@ -58,7 +58,7 @@ def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
     )
 
 
-def compare_followed(
+def compare_traced(
     call: BoundCall,
     plan: ShardingPlan,
     flow: ControlFlow,
@@ -66,15 +66,15 @@ def compare_followed(
     *,
     gradients: bool,
 ) -> tuple[ShardingPlan, Any, str]:
-    """As `verify_plan`, and learn which way the forward went. Collective."""
-    with flow.followed() as way:
+    """As `verify_plan`, and remember the control flow if it is the same. Collective."""
+    with flow.traced() as trace:
         plan, output, why = verify_plan(call, plan, group, gradients=gradients)
     if not why:
-        learn(way, flow, group)
+        learn(trace, flow, group)
     return plan, output, why
 
 
-def learn(way: Way, flow: ControlFlow, group: ShardGroup) -> None:
-    """Learn that the sharded call is the same on this way. Collective."""
-    way.learn()
-    flow.may_change = on_any_rank(flow.has_other_ways(), group.transport)
+def learn(trace: ForwardTrace, flow: ControlFlow, group: ShardGroup) -> None:
+    """Remember that with this control flow the sharded call is the same. Collective."""
+    trace.learn()
+    flow.may_change = on_any_rank(flow.may_branch(), group.transport)

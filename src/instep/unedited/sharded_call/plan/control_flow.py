@@ -1,15 +1,14 @@
-"""Which way a forward goes: the branches of the script's own code that it takes, and the truth
-values and whole numbers that it reads from tensors.
+"""The control flow of a forward: the branches that it takes in the script's own code, and the truth
+values and integers that it reads from tensors.
 
-A call that goes a way on which no call was compared may depend on the whole batch though earlier
-ones did not: `if self.steps > 1000:`, `if entropy.mean() < 0.5: return`.
+A call with another control flow than those that were compared may depend on the whole batch though
+these did not: `if self.steps > 1000:`, `if entropy.mean() < 0.5: return`.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,52 +17,51 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_stdlib
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
 _READING = ("__bool__", "__int__", "__index__", "item", "tolist")
 _MAX_READINGS = 64
-"""After so many kinds of readings that were compared, others are no news."""
+"""After so many different readings that were compared, others call for no comparison."""
 _FIRST_CALLS, _INTERVAL = 64, 16
 """So many calls are watched, and then one of so many."""
 _PROLOGUE = ("RESUME", "MAKE_CELL", "COPY_FREE_VARS", "RETURN_GENERATOR")
-_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class ControlFlow:
-    """The ways that were compared, of one forward."""
+    """The control flow of the calls that were compared, of one forward."""
 
     def __init__(self) -> None:
         self._codes: dict[CodeType, _Branches | None] = {}
         self._readings: set[tuple[Any, ...]] = set()
         self.may_change = False
-        """Whether it may go another way on any rank."""
+        """Whether it may be another on any rank."""
 
     def is_watched(self, calls: int) -> bool:
-        """Whether it is to be seen which way this call goes; `calls`: how many there were."""
+        """Whether this call is to be traced; `calls`: how many there were."""
         return self.may_change and (calls <= _FIRST_CALLS or calls % _INTERVAL == 0)
 
-    def has_other_ways(self) -> bool:
-        """Whether the forward may go a way on this rank that was not compared."""
+    def may_branch(self) -> bool:
+        """Whether a call may have another control flow on this rank."""
         reads = any(self._readings) and len(self._readings) < _MAX_READINGS
         return reads or any(branches and branches.left for branches in self._codes.values())
 
     @contextmanager
-    def followed(self) -> Iterator[Way]:
-        """Inside, follow which way the forward goes on this thread."""
+    def traced(self) -> Iterator[ForwardTrace]:
+        """Inside, forwards on this thread are traced."""
         global _current
-        way, before = Way(self._codes, self._readings), sys.gettrace()
-        outer, _current = _current, way
+        trace, before = ForwardTrace(self._codes, self._readings), sys.gettrace()
+        outer, _current = _current, trace
         methods = {name: Tensor.__dict__.get(name) for name in _READING}
         for name in _READING:
-            setattr(Tensor, name, _noting(getattr(Tensor, name), way))
+            setattr(Tensor, name, _noting(getattr(Tensor, name), trace))
         if before is None:
-            sys.settrace(way.enter)
+            sys.settrace(trace.enter)
         try:
-            yield way
+            yield trace
         finally:
-            way.is_over, _current = True, outer
-            if sys.gettrace() == way.enter:
+            trace.is_over, _current = True, outer
+            if sys.gettrace() == trace.enter:
                 sys.settrace(None)
             for name, method in methods.items():
                 if method is None:
@@ -72,8 +70,8 @@ class ControlFlow:
                     setattr(Tensor, name, method)
 
 
-class Way:
-    """The way of one or several forwards."""
+class ForwardTrace:
+    """The control flow of one or several forwards."""
 
     def __init__(
         self, codes: dict[CodeType, _Branches | None], readings: set[tuple[Any, ...]]
@@ -86,7 +84,7 @@ class Way:
 
     @property
     def is_new(self) -> bool:
-        """Whether it leads where none led that was compared."""
+        """Whether no compared call has taken one of its branches, or has read what it read."""
         codes = self._codes
         is_full = len(self._readings) >= _MAX_READINGS
         has_read_anew = not self._readings.issuperset(map(tuple, self.readings))
@@ -96,14 +94,14 @@ class Way:
         )
 
     def learn(self) -> None:
-        """A comparison has found the sharded call to be the same on this way."""
+        """Remember that with this control flow the sharded call is the same."""
         self._readings.update(map(tuple, self.readings))
         for code, reached in self._reached.items():
             if (branches := self._codes[code]) is not None:
                 branches.left -= reached
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Trace a function: see sys.settrace."""
+        """For sys.settrace: trace this function if it has branches that were not compared."""
         if self.is_over:  # an interrupt has set this function again
             sys.settrace(None)
             return None
@@ -132,7 +130,7 @@ class Way:
         return trace_line
 
 
-_current: Way | None = None
+_current: ForwardTrace | None = None
 
 
 def begin_forward() -> None:
@@ -142,7 +140,7 @@ def begin_forward() -> None:
 
 
 class _Branches:
-    """The places of a function that no compared call has reached."""
+    """Where branches of a function begin that no compared call has taken."""
 
     def __init__(self, code: CodeType) -> None:
         instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
@@ -169,18 +167,18 @@ class _Branches:
 
 def _is_of_script(code: CodeType) -> bool:
     file = code.co_filename
-    return not (file.startswith(("<", _STDLIB, PACKAGE_FOLDER)) or is_library(file))
+    return not (file.startswith(("<", PACKAGE_FOLDER)) or is_stdlib(file) or is_library(file))
 
 
-def _noting(method: Any, way: Way) -> Any:
+def _noting(method: Any, trace: ForwardTrace) -> Any:
     def read(tensor: Tensor, *args: Any) -> Any:
         value = method(tensor, *args)
         if sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER):
             return value
         if isinstance(value, bool | int):
-            way.readings[-1].append(value)
+            trace.readings[-1].append(value)
         elif isinstance(value, list):
-            way.readings[-1].append(str(value))
+            trace.readings[-1].append(str(value))
         return value
 
     return read

@@ -84,7 +84,7 @@ class CacheEntry:
     hooks: tuple[int, ...] = ()
     """Those of libraries on its parts, at the last call."""
     flow: ControlFlow = field(default_factory=ControlFlow)
-    """Which ways the forward went in calls that were compared."""
+    """The branches that the forward took in calls that were compared."""
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
@@ -195,7 +195,8 @@ class CacheEntry:
         )
 
     def is_watched(self, call: BoundCall, group: ShardGroup) -> bool:
-        """Whether this call's forward may go a way that was not compared, which is to be seen."""
+        """Whether this call's forward may take a branch that no compared call has taken, and it is
+        to be seen whether it does."""
         can_be_followed = not (group.is_virtual or is_compiled(call.parts))
         return can_be_followed and self.flow.is_watched(self.calls)
 
