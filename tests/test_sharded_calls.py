@@ -1058,7 +1058,6 @@ def test_forward_mode_derivatives_go_through_whole_calls() -> None:
     assert found is not None
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(derivative(x), expected)
-    assert modules.call_counts.sharded == 2
 
 
 @ranks(2)
