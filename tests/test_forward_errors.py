@@ -23,7 +23,7 @@ SCRIPT = """
     torch.manual_seed(0)
     model = Checked(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(8):
+    for step in range({steps}):
         x = torch.randn(6, 4)
         if step in {bad}:
             x[{rows}] = torch.nan
@@ -51,15 +51,17 @@ def write(launch: Launch, **parts: str) -> Path:
     return script
 
 
-def test_an_error_of_all_ranks_skips_the_same_batches_as_in_one_process(launch: Launch) -> None:
-    script = write(launch, bad="(4, 6)", rows=":")
+@pytest.mark.parametrize("rows", [":", "-1"], ids=["of all ranks", "of one rank"])
+def test_an_error_skips_the_same_batches_as_in_one_process(launch: Launch, rows: str) -> None:
+    script = write(launch, steps="8", bad="(4, 6)", rows=rows)
     one, two = (launch.run("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
     assert one.stdout == two.stdout != ""
 
 
-def test_an_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
-    script = write(launch, bad="(4,)", rows="-1")
+def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
+    """In a call that is not watched."""
+    script = write(launch, steps="80", bad="(70,)", rows="-1")
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     line = 1 + script.read_text().splitlines().index("        loss = model(x).square().mean()")
