@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -79,6 +80,7 @@ class ForwardTrace:
         self.readings: list[list[Any]] = [[]]
         """Of each forward."""
         self.is_over = False
+        self.thread = threading.get_ident()
         self._codes, self._readings = codes, readings
         self._reached: dict[CodeType, set[int]] = {}
 
@@ -173,7 +175,8 @@ def _is_of_script(code: CodeType) -> bool:
 def _noting(method: Any, trace: ForwardTrace) -> Any:
     def read(tensor: Tensor, *args: Any) -> Any:
         value = method(tensor, *args)
-        if sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER):
+        is_own = sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER)
+        if is_own or threading.get_ident() != trace.thread:
             return value
         if isinstance(value, bool | int):
             trace.readings[-1].append(value)
