@@ -126,7 +126,9 @@ def test_a_sharded_one_goes_on_at_any_number_of_ranks(tmp_path, kind, stop):
 
 
 @pytest.mark.parametrize("kind", ["plain", "workers", "noise", "stream"])
-@pytest.mark.parametrize("stop", [{"stop_at": 2}, {"epochs": 1}])
+@pytest.mark.parametrize(
+    "stop", [{"stop_at": 2}, pytest.param({"epochs": 1}, marks=pytest.mark.nightly)]
+)
 def test_one_that_is_not_sharded_goes_on_bit_for_bit(tmp_path, kind, stop):
     whole = run(1, loop, str(tmp_path / "whole"), kind, is_sharded=False)
     begin = run(1, loop, str(tmp_path / "parts"), kind, **stop, is_sharded=False)
