@@ -44,6 +44,9 @@ class Drawing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self, torch.tanh(self.first(x))))
 
+    def another(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self, torch.tanh(self.first(x))))
+
     def encode(self, x: Tensor) -> Tensor:
         return self.last(F.dropout(torch.tanh(self.first(x)), 0.4))
 
@@ -190,6 +193,25 @@ def test_draws_are_those_of_the_whole_batch(body: Body, rows: int) -> None:
         warnings.simplefilter("error", InstepWarning)
         first = same_on_any_number_of_ranks(model, rows)
         assert not torch.equal(same_on_any_number_of_ranks(model, rows), first), "new in each step"
+
+
+@pytest.mark.parametrize("method", ["forward", "another"])
+def test_reentrant_checkpoints_draw_the_same_again(method: str) -> None:
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        if model.is_reentrant:
+            return checkpoint(lambda y: F.dropout(y, 0.4), y, use_reentrant=True)
+        return F.dropout(y, 0.4)
+
+    model = instep.replicate(Drawing(body))
+    gradients = []
+    for model.is_reentrant in (True, False):  # the second one would be remembered
+        torch.manual_seed(5)
+        replicas._replica_of[model].steps = 0
+        call = model if method == "forward" else model.another
+        call(instep.shard(torch.ones(7, 6))).square().sum().backward()
+        gradients.append(model.first.weight.grad)
+        model.zero_grad()
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -209,8 +209,9 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
             seed = derive_seed(token, "skipped", progress.current.next_draw_position()[-1])
     draw = BatchDraw(seed, block)
     call.draws += 1
-    if not torch.is_grad_enabled():  # nothing is computed again
-        return draw, call
+    in_method = forward_calls.current() is None
+    if not (torch.is_grad_enabled() or call.needs_gradients or in_method):
+        return draw, call  # not computed again; reentrant checkpoints begin so
     _drawn[token] = draw
     if len(_drawn) > _MAX_DRAWS:
         _drawn.popitem(last=False)
