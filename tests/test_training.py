@@ -274,6 +274,33 @@ def test_two_batches_of_the_same_weights_in_one_backward_are_fine():
     assert torch.allclose(model.weight.grad, whole)
 
 
+@ranks(2)
+def test_a_weight_is_that_of_one_call_and_not_of_others_in_the_same_backward():
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    x = instep.shard(torch.arange(8.0).view(4, 2))
+
+    def loss(kept, *, state_both=False):
+        regulariser = model(x * 2).mean()
+        if state_both:
+            instep.weight(kept)
+        kept_rows = model(x)[:kept].mean()
+        instep.weight(kept)
+        return regulariser + kept_rows
+
+    loss(2).backward()  # 2 of 4 rows on both ranks: as many as it has
+    loss(1 + instep.rank, state_both=True).backward()
+    with pytest.raises(MixedBatchesError, match=r"instep.weight was called for some of them only"):
+        loss(1 + instep.rank).backward()
+    model.zero_grad()
+    regulariser, kept_rows = model(x * 2).mean(), model(x)[: 1 + instep.rank].mean()
+    instep.weight(1 + instep.rank)
+    regulariser.backward()
+    kept_rows.backward()
+    whole = torch.arange(8.0).view(4, 2)
+    expected = 2 * whole.mean(0) + whole[[0, 2, 3]].mean(0)
+    torch.testing.assert_close(model.weight.grad[0], expected)
+
+
 @ranks(1, 2)
 def test_replicating_twice_is_an_error_that_names_the_module():
     model = small_cnn()

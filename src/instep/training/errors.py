@@ -246,12 +246,26 @@ class CapturedStepError(TrainingError):
 
 
 class MixedBatchesError(TrainingError):
-    """One backward through two batches of which this rank holds different fractions."""
+    """One backward through two batches, or calls, of which this rank has different weights.
 
-    def __init__(self, weights: Iterable[float]) -> None:
+    Args:
+        weights: this rank's weight of each call.
+        are_stated: whether all or none of them are stated by `instep.weight`.
+    """
+
+    def __init__(self, weights: Sequence[float], *, are_stated: bool = True) -> None:
         shares = " and ".join(f"{weight:.6g}" for weight in sorted(weights))
+        if are_stated:
+            super().__init__(
+                "one backward goes through two batches of which this rank holds different "
+                f"fractions ({shares}); one weight cannot be right for both. Call backward() once "
+                "for each batch's loss: the gradients add up to the same."
+            )
+            return
         super().__init__(
-            f"one backward goes through two batches of which this rank holds different fractions "
-            f"({shares}); one weight cannot be right for both. Call backward() once for each "
-            "batch's loss: the gradients add up to the same."
+            "one backward goes through several calls of replicated models, and instep.weight was "
+            f"called for some of them only: this rank's weights of them ({shares}) differ. It "
+            "states the denominator of the last call's loss. Call it after each of these calls, if "
+            "one loss divides all of them by the same number; else call backward() once for each "
+            "loss: the gradients add up to the same."
         )

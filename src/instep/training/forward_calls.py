@@ -40,6 +40,8 @@ class ForwardCall:
     """How many dropout masks and other random numbers of the whole batch it has drawn."""
     weight: float | None = None
     """This rank's fraction of the batch's loss, if `instep.weight` has stated it."""
+    weights: tuple[float, ...] | None = None
+    """All ranks' fractions, if it has stated a denominator."""
     needs_gradients: bool = False
     """Whether a loss of its output may have a backward."""
     had_backward: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -128,6 +129,9 @@ def weight(count: Tensor | float | None) -> None:
             and divides by nothing (a penalty on the parameters in it must then be divided by
             `instep.world_size`, since every rank adds it).
 
+    It is the weight of that one forward. If the loss has terms of several forwards, state it after
+    each of them, or call backward for each term.
+
     A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
     where gradients are disabled, as they were in the last forward.
 
@@ -142,15 +146,16 @@ def weight(count: Tensor | float | None) -> None:
             "instep.weight states the denominator of a forward's loss; call the model first."
         )
     if count is None:
-        call.weight = 0.0 if call.is_placeholder else 1.0
+        call.weight, call.weights = (0.0 if call.is_placeholder else 1.0), None
         return
     transport = get_transport()
-    mine = 0.0 if call.is_placeholder else count
-    local = torch.as_tensor(mine, device=transport.control_device, dtype=torch.float64)
-    local = local.detach().reshape(())
-    total = local.clone()
-    transport.all_reduce(total, "sum").wait()
-    call.weight = (local / total).item() if total else 0.0
+    counts = torch.zeros(transport.size, device=transport.control_device, dtype=torch.float64)
+    if not call.is_placeholder:
+        counts[transport.rank] = torch.as_tensor(count).detach().reshape(())
+    transport.all_reduce(counts, "sum").wait()
+    total = counts.sum()
+    call.weights = tuple((counts / total if total else counts).tolist())
+    call.weight = call.weights[transport.rank]
 
 
 # ------------------------------------------------------------------------ the root of backward
@@ -287,15 +292,23 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
     for call in forwards:
         call.had_backward = True
     stated = [call for call in forwards if call.weight is not None]
-    first, *others = stated or forwards
-    fractions = _fractions(first.block)
-    if any(call.weight != first.weight or _fractions(call.block) != fractions for call in others):
-        raise MixedBatchesError(_weight(call) for call in forwards)
+    first = (stated or forwards)[0]
+    if len(forwards) > 1:
+        weights = _weights(first)
+        if not all(np.allclose(_weights(call), weights, 1e-9, 0) for call in forwards):
+            raise MixedBatchesError(
+                [_weight(call) for call in forwards], are_stated=len(stated) in (0, len(forwards))
+            )
     return first
 
 
-def _fractions(block: Block | None) -> tuple[float, ...] | None:
-    return None if block is None else block.fractions()
+def _weights(call: ForwardCall) -> tuple[float, ...]:
+    """All ranks' fractions of the batch's loss."""
+    if call.weights is not None:
+        return call.weights
+    size = get_transport().size
+    fractions = (1 / size,) * size if call.block is None else call.block.fractions()
+    return fractions if call.weight is None else tuple(float(each > 0) for each in fractions)
 
 
 def _weight(call: ForwardCall) -> float:
