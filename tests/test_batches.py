@@ -333,3 +333,28 @@ def test_an_evaluation_inside_of_an_epoch_may_skip_a_batch_and_may_be_left():
             else:
                 assert mean.compute() == pytest.approx(model(few * 2).mean().item(), abs=1e-6)
         check_gradient(model, data[4 * step : 4 * step + 4].repeat(2, 1), x.repeat(2, 1))
+
+
+@ranks(2, 3)
+def test_copies_of_batches_that_were_kept_beyond_the_end_of_the_data_are_known_by_their_rows():
+    data, other = line(13), line(14)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    kept = [x for (x,) in instep.shard(DataLoader(TensorDataset(data), 5))]
+    with torch.no_grad():
+        for (x,) in instep.shard(DataLoader(TensorDataset(other), 7)):
+            model(x)
+    for step in (2, 0, 1):
+        check_gradient(model, data[5 * step : 5 * step + 5], kept[step] * 1.0)
+    check_gradient(model, torch.ones(9, 2), torch.ones(9, 2))  # of no batch
+
+
+@ranks(3)
+def test_two_views_of_a_batch_are_known_beside_another_loader():
+    data = line(12)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    others = iter(instep.shard(DataLoader(TensorDataset(line(11)), 8)))
+    for step, (x,) in enumerate(instep.shard(DataLoader(TensorDataset(data), 4))):
+        if step < 2:
+            next(others)
+        whole = data[4 * step : 4 * step + 4].repeat(2, 1)
+        check_gradient(model, whole, torch.cat([x, x * 1.0]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.numbers import each_on_any_rank
 from instep.training.blocks import Block
 from instep.training.errors import UnknownBatchError
+
+_MAX_VIEWS = 8
+"""Inputs may have so many rows for each sample of the batch."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,29 @@ class BatchCandidates:
         return block is not None and block.is_empty
 
     def resolve(self) -> Block | None:
-        """The one batch. Raises UnknownBatchError.
+        """The one batch. Raises UnknownBatchError. Collective where there are several candidates.
 
-        Collective where batches of different sizes give some rank the same number of rows.
+        Inputs that have on every rank as many times the rows of a batch as on the others are made
+        of it, too: several views of each sample.
         """
         if len(self.blocks) == 1:
             return self.blocks[0]
-        fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
-        if self.same_on_all_ranks and not self._is_decided_by_each_rank():
+        times = range(1, _MAX_VIEWS + 1) if self.same_on_all_ranks else (1,)
+        fits = [
+            block is not None and views * _rows(block) in self.rows
+            for views in times
+            for block in self.blocks
+        ]
+        if self.same_on_all_ranks:
             misfits = each_on_any_rank([not fit for fit in fits], get_transport())
             fits = [not misfit for misfit in misfits]
-        fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
-        if len(fitting) == 1:
-            return fitting[0]
+        for k in range(0, len(fits), len(self.blocks)):
+            fitting = [block for block, fit in zip(self.blocks, fits[k:], strict=False) if fit]
+            if fitting and len({_fractions(block) for block in fitting}) == 1:
+                return fitting[-1]
         if len({_fractions(block) for block in self.blocks}) == 1:
             return self.blocks[-1]
-        if None in self.blocks and self.rows and not fitting:
+        if None in self.blocks and self.rows and not any(fits):
             return None
         raise UnknownBatchError(
             sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
@@ -54,16 +64,6 @@ class BatchCandidates:
             return self.blocks[0]
         fitting = [b for b in self.blocks if b is not None and _rows(b) in self.rows]
         return fitting[0] if len(fitting) == 1 else None
-
-    def _is_decided_by_each_rank(self) -> bool:
-        """Whether on every rank these batches differ in the number of rows."""
-        if None in self.blocks:
-            return False
-        blocks = [block for block in self.blocks if block is not None]
-        return all(
-            len({_rows(replace(block, rank=rank)) for block in blocks}) == len(blocks)
-            for rank in range(blocks[0].size)
-        )
 
 
 def _rows(block: Block) -> int:

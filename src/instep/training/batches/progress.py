@@ -46,7 +46,7 @@ class BatchProgress:
     def note_loader_request(self, *, is_end: bool) -> None:
         """A loader was asked for a batch, with gradients or without: it has one, or is at its
         end."""
-        if _is_followed():
+        if is_followed():
             count = self.loader_requests[0]
             self.loader_requests = (count, True) if is_end else (count + 1, False)
 
@@ -94,10 +94,10 @@ def reset() -> None:
 
 
 def _counts() -> bool:
-    return _is_followed() and torch.is_grad_enabled()
+    return is_followed() and torch.is_grad_enabled()
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether all ranks do what this one does now: not in a scope, nor in a thread of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and scope_number() is None

@@ -36,6 +36,9 @@ _parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
 _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
+_past: dict[Block, None] = {}
+"""The batches that were requested, one of each size."""
+_MAX_PAST = 256
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
@@ -90,6 +93,7 @@ def reset() -> None:
     _trackers.clear()
     _parts.clear()
     _block_of.clear()
+    _past.clear()
 
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
@@ -97,6 +101,8 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
         progress.current.note_request()
         if tracker is not _manual:
             progress.current.note_loaded()
+        if progress.is_followed() and block.total >= block.size and len(_past) < _MAX_PAST:
+            _past[block] = None
     if tracker is not _manual:
         progress.current.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
@@ -151,8 +157,8 @@ def _candidates(rows: frozenset[int]) -> BatchCandidates:
     if len(in_use) == 1:
         in_use[0].assume_forward()
     blocks: list[Block | None] = [b for tracker in in_use for b in tracker.candidates()]
-    if not in_use:
-        blocks = [_trackers[-1].last, None] if _trackers else [None]
+    if not in_use:  # the script may have kept any batch, or have made this one otherwise
+        blocks = [*(_past if rows else ()), *(each.last for each in _trackers[-1:]), None]
     same_on_all_ranks = not any(tracker.in_other_thread for tracker in in_use)
     return BatchCandidates(tuple(dict.fromkeys(blocks)), rows, same_on_all_ranks)
 
