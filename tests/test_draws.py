@@ -157,6 +157,19 @@ def recomputed(model: Drawing, y: Tensor) -> Tensor:
     return checkpoint(part, y, use_reentrant=False)
 
 
+def table(model: Drawing, y: Tensor) -> Tensor:
+    """A table of 8 positions, as many as a rank of two has rows of 16."""
+    y = y + F.dropout(model.sigma[:, :1] * 2, 0.5).t()
+    return y + F.dropout(model.sigma * 2, 0.5).sum(0) + F.dropout(model.sigma[:5] * 2, 0.5).sum(0)
+
+
+def some_rows(model: Drawing, y: Tensor) -> Tensor:
+    chosen = y[:, 0] > 0.2
+    out = y.clone()
+    out[chosen] = F.dropout(y[chosen], 0.4)
+    return out
+
+
 def sequences(y: Tensor) -> Tensor:
     return torch.stack([y, y.sin(), y.cos()])
 
@@ -180,7 +193,7 @@ def layer_drop(model: Drawing, y: Tensor) -> Tensor:
 
 BODIES: list[Any] = [
     *(sized, like, in_place, by_values, of_parameters, activations, attention, flattened),
-    *(time_first, recomputed, layer_drop),
+    *(time_first, recomputed, layer_drop, table),
 ]
 
 
@@ -288,6 +301,16 @@ def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
     registry.register(x, Block(0, 2, 16))
     with pytest.warns(InstepWarning, match=r"py:\d+ draws \(8, 8\) in a forward with 8 rows"):
         model(x)
+
+
+def test_a_mask_of_which_the_data_decide_the_rows_is_named() -> None:
+    model = instep.replicate(Drawing(some_rows))
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    played(model, x, 1, 0, model)  # one rank draws for all rows
+    message = r"py:\d+ drops units of \(\d, 8\) in a forward with 8 rows on this rank"
+    with pytest.warns(InstepWarning, match=message) as warned:
+        _ = [played(model, x, 2, step, model) for step in range(3)]
+    assert len(warned) == 1, "said once"
 
 
 def test_draws_under_autocast() -> None:

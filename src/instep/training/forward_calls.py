@@ -52,6 +52,8 @@ class ForwardCall:
     """The states of torch's generators before a call in training, to be restored after it."""
     arguments: tuple[nn.Module, Any, Any] | None = None
     """The module and what it was called with, while it runs."""
+    caller: str = ""
+    """The script's line that has called the module."""
     batch_dims: Any = None
     """What is known of this replica's draws (`draws.batch_dims`)."""
     trial: list[tuple[str, tuple[int, ...]]] | None = None

@@ -260,7 +260,7 @@ def _mask(mask_shape: MaskShape, x: Tensor, p: float, training: bool) -> Tensor 
         return None
     if draw is None:
         assert call is not None
-        call.batch_dims.find(shape, 1, call)
+        call.batch_dims.find(shape, 1, call)  # notes it
         return None
     kept = _kept(draw, shape, p, x.device, _row_dim(draw, shape, call, x)).to(x.dtype)
     return kept.reshape(shape + (1,) * (x.dim() - len(shape)))
@@ -273,18 +273,13 @@ def _row_dim(draw: BatchDraw, shape: Shape, call: ForwardCall | None, x: Tensor)
         return None
     if 0 in draw.dims:
         return draw.dims[0]
-    rows = max(block.count, 1)
-    dim: int | None
-    if shape[:1] == (rows,) and shape[1:2] != (rows,):
-        dim = 0
-    else:
-        dim = 1 if shape[1:2] == (rows,) and shape[:1] != (rows,) else 0
-        dim = None if not shape or shape[dim] % rows else dim
-        if call is not None and call.batch_dims is not None:
-            found = call.batch_dims.find(shape, rows, call)
-            dim = dim if found == "unknown" else found
-    draw.dims[0] = dim
-    return dim
+    found: int | str | None = 0 if shape and shape[0] % max(block.count, 1) == 0 else None
+    if call is not None and call.batch_dims is not None:
+        found = call.batch_dims.find_in_mask(shape, block, call)
+    if found == "by data" and block.size > 1:
+        draw.seed = derive_seed(draw.seed, block.rank)
+    draw.dims[0] = None if isinstance(found, str) else found
+    return draw.dims[0]
 
 
 def _kept(draw: BatchDraw, shape: Shape, p: float, device: torch.device, dim: int | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Which dimension of what a forward draws has the rows of the batch.
 
 A shape does not tell: of 32 rows, a draw of shape (32,) may be one number for each row, or one for
-each feature. So the forward is tried once with one row more, on a copy of the module that shares
+each feature. So the forward is tried once with every row twice, on a copy of the module that shares
 its parameters, and the shapes that each line of the script draws are compared.
 """
 
@@ -26,12 +26,17 @@ from instep.errors import InstepWarning
 from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
+from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.training.random_streams import RNGStates, default_generators
 
 Shape = tuple[int, ...]
-Dim = int | None | Literal["unknown"]
-"""The dimension of the rows; None: there is none, the numbers are for the whole batch."""
+Dim = int | None | Literal["unknown", "by data"]
+"""The dimension of the rows; None: there is none, the numbers are for the whole batch; "by data":
+in some dimension there are not equally many entries for each row."""
+
+_OF_TORCH = ""
+"""The line of what modules of torch draw, where none of the script's is between."""
 
 _MAX_TRIALS = 8
 """A model whose shapes go on changing is not tried for ever."""
@@ -52,18 +57,53 @@ class BatchDims:
 
     def find(self, shape: Shape, rows: int, call: ForwardCall) -> Dim:
         """The dimension of the rows in a draw of this shape, in a call with so many rows."""
+        line = self._line(shape, call)
+        if call.trial is not None:
+            return "unknown"
+        if not _may_have_rows(shape, rows):
+            return None
+        dim = self._find(line, shape, rows, call)
+        return dim if dim != "by data" else "unknown"
+
+    def find_in_mask(self, shape: Shape, block: Block, call: ForwardCall) -> Dim:
+        """The dimension of the rows in a mask of dropout: "by data" if how many entries it has in
+        this dimension depends on the rows, and not on their number alone."""
+        line, rows = self._line(shape, call), max(block.count, 1)
+        if call.trial is not None:
+            return "unknown"
+        seems_to_have_rows = shape[:1] == (rows,) and shape[1:2] != (rows,)
+        if seems_to_have_rows and (block.size == 1 or line == _OF_TORCH):
+            return 0  # what modules of torch drop has the rows of their input
+        dim: Dim = None
+        if block.size > 1 or _may_have_rows(shape, rows):
+            dim = self._find(line, shape, rows, call)
+        if dim == "unknown":
+            guess = 1 if shape[1:2] == (rows,) and shape[:1] != (rows,) else 0
+            dim = "by data" if not shape or shape[guess] % rows else guess
+        if dim != "by data" or block.size == 1 or 0 in shape:
+            return dim
+        self.warn(
+            f"drops units of {shape} in a forward with {rows} rows on this rank: how many these "
+            "are depends on more than the number of rows, or instep cannot tell. Each rank draws "
+            "its own mask, so the numbers are not those of one process. Drop before rows are "
+            'selected, or choose that: instep.replicate(model, dropout="rank").'
+        )
+        return dim
+
+    def _line(self, shape: Shape, call: ForwardCall) -> str:
         line = script_line(with_offset=True)
+        line = _OF_TORCH if line == call.caller else line
         if call.trial is not None:
             call.trial.append((line, shape))
-            return "unknown"
-        if not any(length and length % rows == 0 for length in shape):
-            return None
+        return line
+
+    def _find(self, line: str, shape: Shape, rows: int, call: ForwardCall) -> Dim:
         key = line, shape, rows
         if key not in self._known:
             dim = self._compare(line, shape, rows)
             if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
                 self._trials += 1
-                self._drawn[rows] = _try_one_row_more(call, rows)
+                self._drawn[rows] = _try_every_row_twice(call, rows)
                 dim = self._compare(line, shape, rows)
             self._learn(key, dim)
         return self._known[key]
@@ -85,13 +125,15 @@ class BatchDims:
         if (line, shape) in self._shapes_without:
             return None
         dims = self._dims_at[line, len(shape)]
-        dim = next(iter(dims)) if len(dims) == 1 else None
-        return dim if isinstance(dim, int) and shape[dim] % rows == 0 else "unknown"
+        dim = next(iter(dims)) if len(dims) == 1 else "unknown"
+        if isinstance(dim, int) and shape[dim] % rows:
+            return "by data"
+        return "unknown" if dim is None and _may_have_rows(shape, rows) else dim
 
     def _learn(self, key: tuple[str, Shape, int], dim: Dim) -> None:
         line, shape, _ = key
         self._known[key] = dim
-        if dim != "unknown":
+        if not isinstance(dim, str):
             self._dims_at[line, len(shape)].add(dim)
         if dim is None:
             self._shapes_without.add((line, shape))
@@ -109,8 +151,12 @@ def script_line(*, with_offset: bool = False) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}{offset}"
 
 
+def _may_have_rows(shape: Shape, rows: int) -> bool:
+    return any(length and length % rows == 0 for length in shape)
+
+
 def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
-    """The dimension that is longer by one row's entries in what was drawn with one row more."""
+    """The dimension that is twice as long in what was drawn with every row twice."""
     dims: set[Dim] = set()
     for other in drawn:
         if len(other) != len(shape):
@@ -118,25 +164,26 @@ def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
         longer = [k for k, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
         if not longer:
             dims.add(None)
-        elif all(other[k] * rows == shape[k] * (rows + 1) for k in longer):
+        elif all(other[k] == 2 * shape[k] for k in longer):
             dims.add(longer[0] if len(longer) == 1 else "unknown")
-    return dims.pop() if len(dims) == 1 else "unknown"
+    dim = dims.pop() if len(dims) == 1 else "unknown"
+    return "by data" if isinstance(dim, int) and shape[dim] % rows else dim
 
 
-def _try_one_row_more(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
-    """The lines and shapes of what the forward draws with one row more."""
+def _try_every_row_twice(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
+    """The lines and shapes of what the forward draws with twice the rows."""
     module, args, kwargs = call.arguments  # type: ignore[misc]
     longer = False
 
-    def add_row(x: Tensor) -> Tensor:
+    def repeat(x: Tensor) -> Tensor:
         nonlocal longer
         dim = next((k for k in (0, 1) if x.dim() > k and x.shape[k] == rows), None)
         if dim is None:
             return x
         longer = True
-        return torch.cat((x.detach(), x.detach().narrow(dim, rows - 1, 1)), dim)
+        return torch.cat((x.detach(), x.detach()), dim)
 
-    args, kwargs = tree_map_only(Tensor, add_row, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, repeat, (args, kwargs))
     trial = ForwardCall(  # of the same seed, since a forward may skip layers at random
         BatchCandidates((None,)), "rank", seed=call.seed, batch_dims=call.batch_dims, trial=[]
     )
@@ -149,7 +196,7 @@ def _try_one_row_more(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
     others = RNGStates.capture()
     forward_calls.push(trial)
     try:
-        _run_in_thread(lambda: _call_copy(module, args, kwargs), devices[0])
+        _run_in_thread(lambda: _call_copy(module, args, kwargs, trial), devices[0])
     finally:
         forward_calls.drop()
         others.restore()
@@ -176,8 +223,9 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
     thread.join()
 
 
-def _call_copy(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) -> None:
     """Call a copy of the module that shares its parameters, and leave no trace."""
+    trial.caller = script_line(with_offset=True)
     with redirect_stdout(io.StringIO()), ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
