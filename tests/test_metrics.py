@@ -173,3 +173,29 @@ def evaluate_in_scopes():
 
 def test_a_metric_of_one_rank_gives_the_others_no_placeholders():
     assert run(3, evaluate_in_scopes) == [0, 1, 1]
+
+
+COLLECTIVES = {
+    "all_reduce": lambda: instep.all_reduce(torch.ones(())),
+    "all_gather": lambda: instep.all_gather(torch.ones(1)),
+    "object": lambda: instep.broadcast_object(1),
+    "barrier": lambda: instep.barrier(),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_that_ranks_without_rows_do_not_come_to_is_an_error(name):
+    loader = instep.shard(DataLoader(TensorDataset(torch.arange(5.0)), 2))
+    seen = 0
+    with torch.no_grad():
+        for (x,) in loader:
+            if len(loader.dataset) - 2 * seen > 1:
+                COLLECTIVES[name]()
+            else:  # rank 0 is not here
+                with pytest.raises(TrainingError, match="a batch of this loop has fewer rows"):
+                    COLLECTIVES[name]()
+            seen += len(x)
+        iterator = iter(loader)
+        assert len(list(iterator)) == 2 + instep.rank
+    assert instep.all_reduce(torch.tensor(seen)).item() == 5, "after the loop all ranks come"

@@ -19,6 +19,7 @@ from instep.distributed.communication.exchanges import (
     connect_gradients,
     graph_token,
     reduce_scatter_inputs,
+    transport_of_call,
 )
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.reduce_ops import (
@@ -129,18 +130,18 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
     NotAMemberError.
     """
     check_reachable(tensor)
-    return _apply(_Broadcast, tensor, group_rank(root, "root", group), get_transport(group))
+    return _apply(_Broadcast, tensor, group_rank(root, "root", group), transport_of_call(group))
 
 
 def barrier(*, group: Group | None = None) -> None:
     """Return when every rank (of `group`) has called this. Raises NotAMemberError."""
-    get_transport(group).barrier()
+    transport_of_call(group).barrier()
 
 
 def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str]:
     """The transport of the group, and the name of the reduction."""
     check_reachable(tensor)
-    return get_transport(group), check_op(op, tensor.dtype)
+    return transport_of_call(group), check_op(op, tensor.dtype)
 
 
 def _reduce_flat(tensor: Tensor, op: str, reduce_tensor: Reduce) -> Tensor:

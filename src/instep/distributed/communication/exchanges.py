@@ -6,7 +6,7 @@ derivative is the exchange in the other direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -30,6 +30,18 @@ from instep.process.exit_status import group_ranks
 Shape = tuple[int, ...]
 
 
+before_collectives: list[Callable[[], None]] = []
+"""Called before each collective of a script's to which all ranks must come. They may raise."""
+
+
+def transport_of_call(group: Group | None) -> Transport:
+    """The transport of a collective that a script calls."""
+    if group is None:
+        for check in before_collectives:
+            check()
+    return get_transport(group)
+
+
 def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     """Every rank's tensor, in the order of ranks, on every rank.
 
@@ -44,7 +56,7 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     Raises DisagreementError, WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
     check_reachable(tensor)
-    transport = get_transport(group)
+    transport = transport_of_call(group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     shapes = [_with_rows(tensor, rows) for (rows,) in table]
     if all(shape == shapes[0] for shape in shapes):
@@ -67,7 +79,7 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
     check_reachable(tensor)
-    transport, root_rank = get_transport(group), group_rank(root, "root", group)
+    transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     inputs = [tensor if r == root_rank else tensor.new_empty(0) for r in range(transport.size)]
     shapes = [
@@ -94,7 +106,7 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
     Raises, on every rank alike, ValueError for a root that does not exist or another number of
     parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
     """
-    transport, root_rank = get_transport(group), group_rank(root, "root", group)
+    transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     own = list(parts) if transport.rank == root_rank and parts is not None else []
     for part in own:
         check_reachable(part)
@@ -132,7 +144,7 @@ def all_to_all(
     what `all_gather` raises.
     """
     check_reachable(tensor)
-    transport = get_transport(group)
+    transport = transport_of_call(group)
     parts = _split_rows(tensor, splits, transport.size)
     table, needs_grad = _gather_row_counts(tensor, [len(part) for part in parts], transport, group)
     shapes = [_with_rows(tensor, rows[transport.rank]) for rows in table]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
+from instep.distributed.communication.exchanges import transport_of_call
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.transport import get_transport, group_rank
 from instep.distributed.errors import DisagreementError
@@ -24,7 +25,7 @@ def broadcast_object(value: T, root: int = 0, *, group: Group | None = None) -> 
 
     Collective. Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    return get_transport(group).broadcast_object(value, group_rank(root, "root", group))
+    return transport_of_call(group).broadcast_object(value, group_rank(root, "root", group))
 
 
 def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
@@ -36,7 +37,7 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 
     Collective. Raises NotAMemberError.
     """
-    return get_transport(group).all_gather_object(value)
+    return transport_of_call(group).all_gather_object(value)
 
 
 def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> list[T] | None:
@@ -49,7 +50,7 @@ def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> lis
 
     Collective. Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    transport, root_rank = get_transport(group), group_rank(root, "root", group)
+    transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     values = transport.all_gather_object(value)
     return values if transport.rank == root_rank else None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from instep.distributed.communication.exchanges import before_collectives
 from instep.distributed.communication.scopes import scope_number
 from instep.errors import TrainingError
 from instep.training.batches import progress
@@ -80,6 +81,24 @@ def note_collective() -> None:
             "rank without rows skips it, so that not all ranks come to this collective. Put "
             "torch.no_grad() into the loop, or run on fewer ranks."
         )
+
+
+def _check_collective() -> None:
+    """Raise TrainingError where ranks without rows have skipped the batch of a loop, and will not
+    come to a collective in it."""
+    if scope_number() is not None or not _trackers:
+        return
+    last = _trackers[-1]
+    if last.is_skipped_by_some and last.candidates() and not last.is_stale:
+        raise TrainingError(
+            "a batch of this loop has fewer rows than there are ranks. Without gradients a rank "
+            "without rows skips it, so that not all ranks come to this collective. Add up in the "
+            "loop and call the collective after it, use instep.Mean or instep.gather_rows in every "
+            "batch, or run on fewer ranks."
+        )
+
+
+before_collectives.append(_check_collective)
 
 
 def end_step() -> None:

@@ -51,6 +51,8 @@ class BatchTracker:
             self._blocks.append(block)
             self._largest = max(self._largest, block.total)
             self._delivered += 1
+        else:
+            self.is_skipped_by_some = False
         return self._delivered - 1
 
     def observe(self, index: int) -> None:
