@@ -19,6 +19,7 @@ from instep.errors import (
     TrainingError,
     WrongDeviceError,
 )
+from instep.training import replicas
 from oracle import compare, same_as_one_process
 from pool import RankError, device, ranks, run
 
@@ -421,3 +422,24 @@ def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
     rows = DataLoader(TensorDataset(torch.randn(6, 3)), 6)
     with pytest.warns(InstepWarning, match=r"its batch statistics stay this rank's .* \[INS708\]"):
         torch.optim.swa_utils.update_bn(instep.shard(rows), averaged)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_view", [True, False])
+def test_so_is_one_that_gets_other_tensors_than_the_loaders(is_view):
+    replicas._copies.clear()
+    copied = copy.deepcopy(instep.replicate(nn.Linear(3, 3)))
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 6))
+    with pytest.warns(InstepWarning, match=r"its gradients stay this rank's own.* \[INS708\]"):
+        _ = [copied(x.view(-1, 3) if is_view else x * 1.0) for (x,) in loader]
+
+
+@ranks(2)
+def test_a_copy_inside_of_a_replica_is_none():
+    averaged = instep.replicate(
+        torch.optim.swa_utils.AveragedModel(instep.replicate(nn.BatchNorm1d(3)))
+    )
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.swa_utils.update_bn(loader, averaged)

@@ -32,7 +32,7 @@ from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import progress
-from instep.training.batches.registry import find_candidates, is_registered
+from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
@@ -251,9 +251,9 @@ def _warn_of_draws(
 
 def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn once of a class whose copy trains on this rank's share of a batch."""
-    if type(module) in _copies or not module.training:
+    if type(module) in _copies or not module.training or module in replica_of_part:
         return
-    if not any(is_registered(leaf) for leaf in tensor_leaves((args, kwargs))):
+    if not may_be_share((args, kwargs)):
         return
     if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
         of_rank = "gradients"

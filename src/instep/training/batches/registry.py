@@ -152,6 +152,18 @@ def find_block(tensor: Tensor) -> Block | None:
     return block
 
 
+def may_be_share(values: object) -> bool:
+    """Whether these tensors lie in this rank's share of a batch, or have as many rows as the share
+    on which a loop works now. Notes nothing."""
+    tensors = tensor_leaves(values)
+    blocks = [find_block(tensor) for tensor in tensors]
+    if scope_number() is None:
+        in_use = [each for each in _trackers if each.has_mode_of_now and not each.is_stale]
+        lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        blocks += [b for each in in_use for b in each.candidates() if b.count in lengths]
+    return any(block is not None and block.size > 1 for block in blocks)
+
+
 def find_candidates(values: object) -> BatchCandidates:
     """The batches to which these inputs may belong: one, if they lie in its memory."""
     tensors = tensor_leaves(values)
