@@ -309,3 +309,42 @@ def test_strings_and_arrays_of_a_batch_are_cut_as_its_tensors_are():
     assert shard["of the batch"][0] == 5
     assert shard["of the batch"][1].shape == (2,)
     assert shard["of the batch"][2] == "train"
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return index + torch.rand(3 + index)[-1]
+
+
+def with_a_number_of_the_batch(samples):
+    return torch.stack([*samples]), np.random.rand() + torch.rand(())
+
+
+def drawn_for_batches(workers):
+    """In two epochs, of which the first is left after a batch: samples, and batches' numbers."""
+    torch.manual_seed(3)
+    data = DataLoader(
+        Noisy(), 4, shuffle=True, collate_fn=with_a_number_of_the_batch, num_workers=workers
+    )
+    loader = instep.shard(data)
+    _, first = next(iter(loader))
+    state = loader.state_dict()
+    loader = instep.shard(data)
+    loader.load_state_dict(state)
+    numbers, rows = [first.item()], []
+    for _ in range(2):
+        for x, number in loader:
+            numbers.append(number.item())
+            rows += instep.gather_rows(x).tolist()
+    assert len({*numbers}) == len(numbers) == 6
+    return numbers, rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collate_fn_draws_is_a_function_of_the_batch(workers):
+    (whole,) = run(1, drawn_for_batches, workers)
+    for size in (2, 3):
+        assert run(size, drawn_for_batches, workers) == [whole] * size

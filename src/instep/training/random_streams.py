@@ -3,7 +3,7 @@
 - The *shared* stream draws the order of samples. It is equal on all ranks, independent of what the
   model draws, and a function of (seed, epoch).
 - The *sample's* streams draw what is random in a sample. They are functions of (seed, epoch,
-  index), whichever rank loads it.
+  index), whichever rank loads it. What `collate_fn` draws is a function of (seed, epoch, batch).
 - The *model's* stream draws dropout masks (see `random_ops`). It is a function of (seed, step,
   call, position in the batch).
 """
@@ -132,10 +132,13 @@ class SeededIndex(NamedTuple):
 
     index: Any
     epoch: int
+    batch: int
+    """The number of the batch in its epoch."""
 
 
 class SeededDataset(Dataset[T], Generic[T]):
-    """Draws each sample from a stream of its own, whichever process loads it."""
+    """Draws each sample from a stream of its own, whichever process loads it; and what is random
+    in putting a batch together from one of the batch's, on every rank alike."""
 
     def __init__(self, dataset: Dataset[T], seed: int) -> None:
         self.dataset = dataset
@@ -144,6 +147,12 @@ class SeededDataset(Dataset[T], Generic[T]):
     def __getitem__(self, sample: SeededIndex) -> T:
         seed_all(derive_seed(self._seed, sample.epoch, sample.index))
         return self.dataset[sample.index]
+
+    def __getitems__(self, samples: list[SeededIndex]) -> list[T]:
+        loaded = [self[sample] for sample in samples]
+        for sample in samples[:1]:  # collate_fn is next
+            seed_all(derive_seed(self._seed, sample.epoch, "batch", sample.batch))
+        return loaded
 
 
 def is_deterministic(dataset: object) -> bool:

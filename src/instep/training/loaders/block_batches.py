@@ -79,6 +79,8 @@ class EpochBatches:
     ) -> None:
         self.planned: deque[Block] = deque()
         self._skipped = skipped
+        self._count = 0
+        """How many batches of the epoch were requested, those before a checkpoint included."""
         self._stream = stream
         self._empty_block = empty_block
         self._epoch = epoch
@@ -93,12 +95,13 @@ class EpochBatches:
             self._skip()
         with self._stream.activate():
             batch = list(next(self._batches))
+        self._count += 1
         block = replace(self._empty_block, total=len(batch))
         self.planned.append(block)
         local = block.slice(batch)
         if self._epoch is None:
             return local
-        return [SeededIndex(index, self._epoch) for index in local]
+        return [SeededIndex(index, self._epoch, self._count) for index in local]
 
     def _skip(self) -> None:
         """Pass over the batches that were taken before a checkpoint."""
@@ -109,3 +112,4 @@ class EpochBatches:
                 seen += 0 if batch is None else len(batch)
                 if batch is None or seen > skipped:
                     raise OtherDataError.of_batches(skipped, seen)
+                self._count += 1
