@@ -443,3 +443,23 @@ def test_a_copy_inside_of_a_replica_is_none():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.optim.swa_utils.update_bn(loader, averaged)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_gradients_of_each_sample_are_those_of_torch_func(p):
+    model = instep.replicate(nn.Sequential(nn.Linear(3, 4), nn.Dropout(p), nn.Linear(4, 1)))
+    x = instep.shard(torch.randn(5, 3, generator=torch.Generator().manual_seed(1)))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None],)).sum()
+
+    warnings.simplefilter("ignore", InstepWarning)  # dropout under vmap is each rank's own
+    of_each = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")
+    (weight, *_), expected = of_each(parameters, x).values(), model[2].weight @ model[0].weight
+    assert weight.shape == (len(x), 4, 3)
+    if not p:
+        torch.testing.assert_close(weight, model[2].weight.mT * x[:, None])
+        summed = torch.func.vmap(torch.func.vjp(model, x)[1])(torch.ones(1, len(x), 1))[0]
+        torch.testing.assert_close(summed[0], expected.expand(len(x), 3))

@@ -70,6 +70,14 @@ run_backward = torch.autograd.graph._engine_run_backward
 """What torch.autograd.grad runs: it imports sympy to compare shapes, which takes 0.3 s."""
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The top of the stack of torch.func's transforms; None: none is active."""
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a transform of torch.func has wrapped this tensor."""
+interpreter_stack = torch._C._functorch.get_interpreter_stack
+"""The transforms that are active now; None: none is."""
+VMAP = torch._C._functorch.TransformType.Vmap
+"""The key of torch.vmap among these."""
+unwrap_transformed = torch._C._functorch.get_unwrapped
+"""What this transform has wrapped."""
 
 
 def is_in_forward_ad() -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private import VMAP, current_graph_task_id, interpreter_stack
 from instep.training import forward_calls
 from instep.training.batches import progress
 from instep.training.batches.registry import may_be_skipped
@@ -185,6 +185,8 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
     """This draw and the call to which it belongs; None for what torch draws itself."""
     if current_graph_task_id() != -1:  # gradient checkpointing computes again
         return (_recomputed_draw() if _drawn else None), forward_calls.current()
+    if any(transform.key() == VMAP for transform in interpreter_stack() or ()):
+        return None, None  # vmap's argument randomness says what is drawn for each sample
     call = forward_calls.current() or _call_of_method()
     if call is not None and call.trial is not None:
         call.draws += 1

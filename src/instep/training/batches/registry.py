@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from instep.distributed.communication.exchanges import before_collectives
 from instep.distributed.communication.scopes import scope_number
 from instep.errors import TrainingError
+from instep.process.torch_private import is_transformed, unwrap_transformed
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.trackers import BatchTracker, ManualBatchTracker, count_collective
@@ -147,6 +148,7 @@ def may_be_skipped(block: Block) -> bool:
 
 def find_block(tensor: Tensor) -> Block | None:
     """The block in whose memory this tensor lies."""
+    tensor = _without_transforms(tensor)
     part = _part_of(tensor)
     block: Block | None = _block_of.get(tensor) if part is None else part.block
     return block
@@ -166,7 +168,7 @@ def may_be_share(values: object) -> bool:
 
 def find_candidates(values: object) -> BatchCandidates:
     """The batches to which these inputs may belong: one, if they lie in its memory."""
-    tensors = tensor_leaves(values)
+    tensors = [_without_transforms(tensor) for tensor in tensor_leaves(values)]
     for tensor in tensors:
         part = _part_of(tensor)
         if part is not None:
@@ -192,6 +194,13 @@ def _candidates(rows: frozenset[int]) -> BatchCandidates:
         blocks = [*(_past if rows else ()), *(each.last for each in _trackers[-1:]), None]
     same_on_all_ranks = not any(tracker.in_other_thread for tracker in in_use)
     return BatchCandidates(tuple(dict.fromkeys(blocks)), rows, same_on_all_ranks)
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """What transforms of torch.func have wrapped: under vmap all samples' rows."""
+    while is_transformed(tensor):
+        tensor = unwrap_transformed(tensor)
+    return tensor
 
 
 def _part_of(tensor: Tensor) -> _Part | None:
