@@ -161,3 +161,16 @@ def find_calls(
 
     walk(roots, visit)
     return list(found), used
+
+
+def find_leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose gradients a backward from these computes; through the whole graph."""
+    found: list[Tensor] = []
+
+    def visit(node: Any) -> Iterable[Any]:
+        variable = getattr(node, "variable", None)
+        found.extend(() if variable is None else (variable,))
+        return next_nodes(node)
+
+    walk(roots, visit)
+    return found

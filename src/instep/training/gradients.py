@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,9 +32,10 @@ from instep.training.buckets.reducer import (
     reduce_during_backward,
     reducer_of,
 )
+from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
-from instep.training.forward_calls import ForwardCall, find_calls
+from instep.training.forward_calls import ForwardCall, find_calls, find_leaves
 
 T = TypeVar("T")
 
@@ -260,6 +262,8 @@ def _backward_of_replicas(
             original(roots, weighted, *rest)
         if state.sync:
             _end_checks(state)
+            if not state.reducers:
+                _end_frozen(roots, call)
     finally:
         forward_calls.pop()
         registry.end_step()
@@ -267,6 +271,17 @@ def _backward_of_replicas(
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+    """Nothing was summed: what is trained through this call, if anything, is in no replica."""
+    check: DriftCheck | None = getattr(call.replica, "drift_check", None)
+    if check is None or not check.looks_at_frozen():
+        return
+    block = call.block
+    rows = [] if block is None else [replace(block, rank=r).count for r in range(block.size)]
+    check.note_outside(each for each in find_leaves(roots) if each not in reducer_of)
+    check.rows = {*rows}
 
 
 def _end_checks(state: BackwardState) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
@@ -106,6 +108,12 @@ class DriftCheck:
         self._without_sums: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]
         self._without_sums = weakref.WeakKeyDictionary()
         """Of each optimizer, the step at which it stepped last, and how often since."""
+        self.rows: set[int] = set()
+        """How many rows the ranks had in the last backward that summed nothing."""
+        self._frozen = 0
+        """How many such backwards there were."""
+        self._outside = WeakTensorKeyDictionary()
+        """What has a gradient by them."""
         self._same_at = 0
         self._warned: set[str] = set()
         if self._every:
@@ -131,7 +139,7 @@ class DriftCheck:
             self._without_sums[optimizer] = self.step, 0
             return
         model = self._model()
-        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        own = set() if model is None else self._own(model)
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if not (is_own and self._is_replica):  # else one rank alone may have such an optimizer
             return
@@ -139,6 +147,24 @@ class DriftCheck:
         self._without_sums[optimizer] = self.step, count + 1
         if is_compared_step(count + 1, self._every):
             self.compare()
+
+    def looks_at_frozen(self) -> bool:
+        """Whether to look for what is trained by a backward through the model that sums nothing."""
+        self._frozen += 1
+        return self._frozen == 1 or is_compared_step(self._frozen, self._every)
+
+    def note_outside(self, leaves: Iterable[Tensor]) -> None:
+        """Such a backward computes the gradients of these tensors, which are in no replica."""
+        self._outside.update((each, None) for each in leaves)
+
+    def _own(self, model: nn.Module) -> set[int]:
+        """The ids of the model's parameters, and of what is trained through it. What has an entry
+        for each of a rank's rows is the rank's own."""
+        outside = (each for each in self._outside if not self._has_rows(each))
+        return {id(each) for each in chain(model.parameters(), outside)}
+
+    def _has_rows(self, tensor: Tensor) -> bool:
+        return bool(tensor.dim()) and tensor.shape[0] in self.rows
 
     def compare(self, requests: int = 0) -> None:
         """Compare now. Collective. Raises DriftError on every rank."""
@@ -168,9 +194,8 @@ class DriftCheck:
                 yield f"parameter {name}", _Compared(parameter, "parameter")
         if self._is_replica:
             known = {id(p) for each in list(_check_of) for p in each.parameters()}
-            others = other_parameters({id(p) for p in model.parameters()}, known)
-            for name, other in others.items():
-                if is_comparable(other):
+            for name, other in other_parameters(self._own(model), known).items():
+                if is_comparable(other) and not (other in self._outside and self._has_rows(other)):
                     yield name, _Compared(other, "other")
         if self._buffers == "rank":
             return
