@@ -97,6 +97,8 @@ VF = torch._VF
 """The functions by which nn.RNN and its relatives compute."""
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 """The base of all batch normalisations."""
+InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
+"""Likewise."""
 
 # --------------------------------------------------------------------------------- devices
 

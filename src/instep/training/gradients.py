@@ -276,7 +276,7 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
     """Nothing was summed: what is trained through this call, if anything, is in no replica."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
-    if check is None or not check.looks_at_frozen():
+    if check is None or not check.is_frozen_due():
         return
     block = call.block
     rows = [] if block is None else [replace(block, rank=r).count for r in range(block.size)]

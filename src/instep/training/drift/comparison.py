@@ -24,6 +24,7 @@ from instep.distributed.communication.transport import Transport
 from instep.errors import InstepWarning
 from instep.process import settings
 from instep.process.exit_status import group_ranks
+from instep.process.torch_private import InstanceNorm
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.optimizers import (
     after_each_step,
@@ -148,7 +149,7 @@ class DriftCheck:
         if is_compared_step(count + 1, self._every):
             self.compare()
 
-    def looks_at_frozen(self) -> bool:
+    def is_frozen_due(self) -> bool:
         """Whether to look for what is trained by a backward through the model that sums nothing."""
         self._frozen += 1
         return self._frozen == 1 or is_compared_step(self._frozen, self._every)
@@ -240,7 +241,7 @@ class DriftCheck:
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             if self._is_harmless(tensors[name], largest, difference):
-                self._warn(name + model, group_ranks(ways), since, difference)
+                self._warn(name, model, group_ranks(ways), since, difference)
                 continue
             found.append((name + model, group_ranks(ways), difference))
         if found:
@@ -253,13 +254,30 @@ class DriftCheck:
         return is_rounding(compared.tensor.dtype, largest, difference)
 
     def _warn(
-        self, name: str, groups: Mapping[Any, list[int]], since: tuple[int, int], difference: float
+        self,
+        name: str,
+        model: str,
+        groups: Mapping[Any, list[int]],
+        since: tuple[int, int],
+        difference: float,
     ) -> None:
         if name in self._warned:
             return
         self._warned.add(name)
-        what = DriftError.of_tensor(name, groups, since, difference, 0)
+        what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
+        what += self._cause(name)
         warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
+
+    def _cause(self, name: str) -> str:
+        """The layer of this buffer, if it averages what this rank's rows give it."""
+        model, path = self._model(), name.removeprefix("buffer ").rpartition(".")[0]
+        layer = None if model is None else dict(model.named_modules()).get(path)
+        if not isinstance(layer, InstanceNorm):
+            return ""
+        return (
+            f" {path or 'The model'} is an {type(layer).__name__} with track_running_stats=True, "
+            "which averages the statistics of each rank's rows."
+        )
 
 
 def name_of(parameter: Tensor) -> str:
