@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -334,6 +335,19 @@ def test_noise_of_numpy_is_named() -> None:
     model = instep.replicate(Drawing(lambda model, y: y + float(np.random.rand())))
     with pytest.warns(InstepWarning, match="Drawing draws random numbers of its own"):
         model(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("is_for_rows", [False, True])
+def test_numbers_of_numpy_and_python_for_the_whole_batch_are_no_warning(is_for_rows: bool) -> None:
+    def scaled(model: Drawing, y: Tensor) -> Tensor:
+        noise = np.random.beta(0.4, 0.4, len(y) if is_for_rows else 1)
+        return y * random.random() + torch.as_tensor(noise, dtype=y.dtype)[:, None]
+
+    model, x = instep.replicate(Drawing(scaled)), instep.shard(torch.ones(4, 6))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x)
+    assert [each.category for each in caught] == [InstepWarning] * is_for_rows
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -31,7 +32,18 @@ T = TypeVar("T")
 
 def broadcast_seed() -> int:
     """A seed from rank 0's torch generator, on all ranks; every rank draws one. Collective."""
-    return broadcast_object(int(torch.randint(2**63 - 1, (), device="cpu")))
+    return broadcast_object(_new_seed())
+
+
+def broadcast_seed_and_states() -> tuple[int, list[bool]]:
+    """The same, and whether numpy's and Python's generators are as rank 0's are. Collective."""
+    mine = RNGStates.capture().sums()
+    seed, theirs = broadcast_object((_new_seed(), mine))
+    return seed, [own == common for own, common in zip(mine, theirs, strict=True)]
+
+
+def _new_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def derive_seed(*parts: object) -> int:
@@ -70,6 +82,10 @@ class RNGStates:
     def capture(cls) -> RNGStates:
         """The states now."""
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+
+    def sums(self) -> tuple[int, int]:
+        """Checksums of numpy's and Python's."""
+        return crc32(pickle.dumps(self.numpy)), crc32(repr(self.python).encode())
 
     def restore(self) -> None:
         """Set the generators to these states."""

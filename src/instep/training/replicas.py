@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
     RNGStates,
-    broadcast_seed,
+    broadcast_seed_and_states,
     default_generators,
     derive_seed,
     make_rng_state,
@@ -64,6 +64,8 @@ class Replica:
     dropout: Scope
     compression: Compression
     seed: int
+    batch_dims: BatchDims
+    """What is known of the random numbers that it draws."""
     steps: int = 0
     """The number of its calls in training with gradients, but for those in a scope."""
     has_warned: bool = False
@@ -72,8 +74,6 @@ class Replica:
     """Whether a parameter or a module was added since the last call."""
     other_states: RNGStates | None = None
     """The states of numpy's and Python's generators before its first call in training."""
-    batch_dims: BatchDims = field(default_factory=BatchDims)
-    """What is known of the random numbers that it draws."""
     drift_check: DriftCheck | None = None
     """Compares it between the ranks; None in a world of one."""
 
@@ -141,13 +141,15 @@ def replicate(
         if module in replica_of_part:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
     transport = get_transport()
+    seed, in_step = broadcast_seed_and_states()
     replica = Replica(
         transport,
         # On a single rank its rows are the batch, and torch's own kernels are the fastest.
         statistics=batch_statistics if transport.size > 1 else "rank",
         dropout=dropout,
         compression=compression,
-        seed=broadcast_seed(),
+        seed=seed,
+        batch_dims=BatchDims(in_step),
     )
     _add_new_parts(model, replica)
     _replica_of[model] = replica
@@ -238,7 +240,7 @@ def _warn_of_draws(
     if (
         not torch.equal(expected.get_state(), of_cpu.get_state())
         or any(not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu)
-        or (others is not None and not others.equals_except_torch(RNGStates.capture()))
+        or not (others is None or call.batch_dims.draws_same(call, others))
     ):
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
@@ -321,7 +323,6 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     call.needs_gradients = call.needs_gradients and _needs_gradients(module, output)
     forward_calls.pop()
     set_phase("")
-    call.arguments = None
     if call.saved_rng_states:
         if replica.dropout == "global" and not replica.has_warned:
             replica.has_warned = True
@@ -330,6 +331,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             replica.other_states = None
         for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
+    call.arguments = None
     forward_calls.tag_outputs(output, call)
 
 

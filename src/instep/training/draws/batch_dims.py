@@ -44,9 +44,14 @@ _LIBRARIES = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 
 
 class BatchDims:
-    """What is known of the draws of one replica."""
+    """What is known of the draws of one replica.
 
-    def __init__(self) -> None:
+    Args:
+        in_step: whether numpy's generator was in the state of rank 0's, and Python's.
+    """
+
+    def __init__(self, in_step: list[bool]) -> None:
+        self._in_step = in_step
         self._known: dict[tuple[str, Shape, int], Dim] = {}
         self._dims_at: defaultdict[tuple[str, int], set[Dim]] = defaultdict(set)
         self._shapes_without: set[tuple[str, Shape]] = set()
@@ -103,10 +108,22 @@ class BatchDims:
             dim = self._compare(line, shape, rows)
             if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
                 self._trials += 1
-                self._drawn[rows] = _try_every_row_twice(call, rows)
+                self._drawn[rows], _ = _try_every_row_twice(call, rows)
                 dim = self._compare(line, shape, rows)
             self._learn(key, dim)
         return self._known[key]
+
+    def draws_same(self, call: ForwardCall, before: RNGStates) -> bool:
+        """Whether what a call has drawn from numpy's and Python's generators since `before` is the
+        same on all ranks: they were in step, and it draws as much from them for twice the rows."""
+        now = RNGStates.capture()
+        pairs = zip(self._in_step, before.sums(), now.sums(), strict=True)
+        used = [is_in_step for is_in_step, first, last in pairs if first != last]
+        block = call.batch.resolve_on_this_rank() if all(used) else None
+        if not used or block is None:
+            return not used
+        _, after = _try_every_row_twice(call, max(block.count, 1), before)
+        return after is not None and after.equals_except_torch(now)
 
     def warn(self, problem: str) -> None:
         """Warn of a line of the script, once."""
@@ -170,8 +187,11 @@ def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
     return "by data" if isinstance(dim, int) and shape[dim] % rows else dim
 
 
-def _try_every_row_twice(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
-    """The lines and shapes of what the forward draws with twice the rows."""
+def _try_every_row_twice(
+    call: ForwardCall, rows: int, before: RNGStates | None = None
+) -> tuple[list[tuple[str, Shape]], RNGStates | None]:
+    """The lines and shapes of what the forward draws with twice the rows; and the states of the
+    generators at its end, which begin in the states `before`, or None if it fails."""
     module, args, kwargs = call.arguments  # type: ignore[misc]
     longer = False
 
@@ -189,20 +209,28 @@ def _try_every_row_twice(call: ForwardCall, rows: int) -> list[tuple[str, Shape]
     )
     assert trial.trial is not None
     if not longer:
-        return trial.trial
+        return trial.trial, None
     devices = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     generators = default_generators()
     states = [generator.get_state() for generator in generators]
     others = RNGStates.capture()
+    after: list[RNGStates] = []
+
+    def run() -> None:
+        if before is not None:
+            before.restore()
+        _call_copy(module, args, kwargs, trial)
+        after.append(RNGStates.capture())
+
     forward_calls.push(trial)
     try:
-        _run_in_thread(lambda: _call_copy(module, args, kwargs, trial), devices[0])
+        _run_in_thread(run, devices[0])
     finally:
         forward_calls.drop()
         others.restore()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-    return trial.trial
+    return trial.trial, after[0] if after else None
 
 
 def _run_in_thread(function: Callable[[], None], device: str) -> None:
