@@ -145,6 +145,12 @@ def flattened(model: Drawing, y: Tensor) -> Tensor:
     return z.view(len(y), 8)
 
 
+def views(model: Drawing, y: Tensor) -> Tensor:
+    """As docs/ways.md says: the entries of a row lie side by side."""
+    z = F.dropout(torch.stack([y, -y], 1).flatten(0, 1), 0.4)
+    return z.view(len(y), 2, 8).sum(1)
+
+
 def time_first(model: Drawing, y: Tensor) -> Tensor:
     z = torch.stack([y, y.sin(), y.cos(), -y, y, y, y, y])
     z = F.dropout(z + torch.randn_like(z) + torch.randn(8, len(y), 8), 0.2)
@@ -194,7 +200,7 @@ def layer_drop(model: Drawing, y: Tensor) -> Tensor:
 
 BODIES: list[Any] = [
     *(sized, like, in_place, by_values, of_parameters, activations, attention, flattened),
-    *(time_first, recomputed, layer_drop, table),
+    *(time_first, recomputed, layer_drop, table, views),
 ]
 
 

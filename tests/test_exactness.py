@@ -167,6 +167,34 @@ def captured(log):
     train(log, net(norm=False), rows(40), loss)
 
 
+def root_over_all_ranks(log):
+    def loss(model, x, y):
+        squares = instep.all_reduce((model(x)[:, 0] - y).square().sum())
+        return torch.sqrt(squares / instep.all_reduce(torch.tensor(len(x), device=x.device)))
+
+    train(log, net(norm=False), rows(40), loss)
+
+
+def penalty_on_the_gradient_of_inputs(log):
+    def loss(model, x, y):
+        x = x.clone().requires_grad_()
+        output = model(x)
+        count = instep.all_reduce(torch.tensor(len(x), device=x.device))
+        total = cross_entropy(output, y, reduction="sum") / count
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        return cross_entropy(output, y) + 10 * gradient.square().sum(1).mean()
+
+    train(log, net(norm=False), rows(40), loss)
+
+
+@pytest.mark.parametrize(
+    "training", [root_over_all_ranks, penalty_on_the_gradient_of_inputs], ids=lambda t: t.__name__
+)
+def test_what_the_docs_advise_for_losses_that_are_no_means_over_rows(training):
+    """docs/ways.md."""
+    exactly(training)
+
+
 @pytest.mark.parametrize("training", [with_a_teacher, captured], ids=lambda t: t.__name__)
 def test_a_stated_weight_is_that_of_the_last_forward_in_training(training):
     exactly(training)
