@@ -624,3 +624,45 @@ def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
     ) in job.stderr
     if mode == "error":
         assert 'train.py", line 11' in job.stderr
+
+
+WHOLE_SCRIPT = """\
+import torch
+from torch import nn
+class Flip(nn.Module):  # mixes the rows of a batch, so that it is computed whole
+    def forward(self, x):
+        return x + x.flip(0)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), Flip(), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    x = torch.randn(12, 4)
+    if step == 3:
+        x[6, 1] = float("inf")
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), torch.randint(0, 2, (12,))).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("size", "mode", "status"), [(1, "warn", 0), (2, "warn", 0), (2, "error", 1)]
+)
+def test_calls_that_are_computed_whole_are_checked_too(tmp_path, size, mode, status):
+    script = tmp_path / "train.py"
+    script.write_text(WHOLE_SCRIPT)
+    job = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", str(size), str(script)],
+        env={**os.environ, "INSTEP_NAN": mode, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == status, job.stderr
+    said = "the gradient of 3.bias and those of 3 more parameters are not finite, in step 4; the"
+    assert job.stderr.count(said) == 1
+    if mode == "error":
+        assert 'train.py", line 15' in job.stderr
+    else:
+        assert f"instep: {said}" in job.stderr
+        assert f"Training goes on at {script}:15. [INS702]" in job.stderr

@@ -65,9 +65,9 @@ noise = instep.shard(torch.randn(len(batch), 8))
         "gradient-not-finite",
         "A gradient is infinite or not a number.",
         """\
-The warning names the rank, the parameter and the samples of that rank. Training goes on. Usual
-causes: a learning rate that is too high, a logarithm or a division of zero, a sample with a value
-that is not finite, float16 without a loss scale.
+The warning names the parameter and, where the ranks have parts of the gradient, the rank and its
+samples. Training goes on. Usual causes: a learning rate that is too high, a logarithm or a division
+of zero, a sample with a value that is not finite, float16 without a loss scale.
 
 `INSTEP_NAN=error` ends the job at that step, `INSTEP_NAN=off` switches the check off.""",
         of_python=True,

@@ -155,7 +155,7 @@ class NonFiniteGradError(TrainingError):
     """An optimizer steps with a gradient that is infinite or not a number.
 
     Args:
-        rank: the rank whose part of the gradient is not finite.
+        rank: the rank whose part of the gradient is not finite; None if no rank has a part of it.
         name: of the first such parameter in the order of backward.
         others: how many more there are.
         step: how many backwards have summed gradients of the model.
@@ -165,7 +165,7 @@ class NonFiniteGradError(TrainingError):
 
     def __init__(
         self,
-        rank: int,
+        rank: int | None,
         name: str,
         *,
         others: int,
@@ -179,8 +179,8 @@ class NonFiniteGradError(TrainingError):
             "" if samples is None else ", from samples {} to {} of the batch of {}".format(*samples)
         )
         text = (
-            f"on rank {rank} the gradient of {name}{more} {verb} not finite{part}, in step {step}; "
-            "the optimizer steps with it."
+            f"{'' if rank is None else f'on rank {rank} '}the gradient of {name}{more} {verb} not "
+            f"finite{part}, in step {step}; the optimizer steps with it."
         )
         if not began_here:
             text = (

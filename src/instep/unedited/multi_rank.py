@@ -29,7 +29,7 @@ from instep.process import pending_writes, print_line, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error
 from instep.training.drift import non_finite
-from instep.training.errors import NonFiniteGradError
+from instep.training.drift.whole_gradients import StepCheck
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.bypass import bypass_overlay
@@ -92,6 +92,9 @@ class MultiRankSession:
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = std_streams.StdStreams(self.world.rank, info.terminal, self._relay)
+        self._step_check = StepCheck(
+            self._streams.print_error_line if self.world.rank == 0 else _show_nothing
+        )
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
         launcher_env.mask()
@@ -105,8 +108,7 @@ class MultiRankSession:
         backward.on_first_work(self._begin)
         patch_table.install()
         self._streams.install()
-        if self.world.rank != 0:
-            non_finite.show_with(self._show_non_finite)
+        non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook
 
     def _begin(self) -> None:
@@ -130,6 +132,7 @@ class MultiRankSession:
         opt_out.set_handler(None)
         children.uninstall()
         os_functions.set_files(None)
+        self._step_check.end()
         non_finite.show_with(None)
         self._streams.restore()
         launcher_env.restore()
@@ -196,10 +199,6 @@ class MultiRankSession:
         if line:
             print_line(line)
 
-    def _show_non_finite(self, error: NonFiniteGradError) -> None:
-        """On a rank other than 0, whose warnings nobody sees."""
-        self._streams.print_error_line(f"instep: {error} Training goes on.")
-
     def _excepthook(
         self, type_: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
@@ -210,6 +209,10 @@ class MultiRankSession:
             self._streams.restore()
         if reports:
             self._excepthook_before(type_, error, frames)
+
+
+def _show_nothing(line: str) -> None:
+    """Rank 0 shows what is the same on all ranks."""
 
 
 def _join() -> World:

@@ -9,15 +9,18 @@ steps with them: a scaler of losses, or the script, may skip the step.
 from __future__ import annotations
 
 import cmath
+import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.distributed.flight_record.script_line import location, script_frame
 from instep.errors import InstepWarning
 from instep.process import settings
 from instep.training.blocks import Block
@@ -133,15 +136,17 @@ class _Finding:
         return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
-def _warn(error: NonFiniteGradError) -> None:
-    warnings.warn(f"{error} Training goes on. [INS702]", InstepWarning, stacklevel=2)
+def _warn(text: str) -> None:
+    frame = script_frame(sys._getframe(1))
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(f"{text} Training goes on. [INS702]", InstepWarning, *place)
 
 
 @dataclass
 class _FindingReport:
     """Shows the first finding whose gradients an optimizer steps with."""
 
-    show: Callable[[NonFiniteGradError], None] = _warn
+    show: Callable[[str], None] = _warn
     pending: _Finding | None = None
     has_shown: bool = False
 
@@ -156,26 +161,74 @@ class _FindingReport:
         if finding is None or not finding.is_for(optimizer):
             return
         self.pending = None
-        # A fused optimizer of torch's GradScaler decides by itself to skip the step.
-        if getattr(optimizer, "found_inf", None) is not None or not finding.is_current():
+        if _skips_step(optimizer) or not finding.is_current():
             return
         if str(settings.NAN) == "error":
             raise finding.error
         if finding.is_of_rank and not self.has_shown:
             self.has_shown = True
-            self.show(finding.error)
+            self.show(str(finding.error))
 
 
 _report = _FindingReport()
 
 
-def show_with(function: Callable[[NonFiniteGradError], None] | None) -> None:
-    """Let `function` show what would be a warning; None: `warnings` does."""
-    _report.show = function or _warn
+def show_with(function: Callable[[str], None] | None) -> None:
+    """Let `function` show a line in place of a warning; None: a warning."""
+    _report.show = _warn if function is None else lambda text: function(_format_line(text))
+
+
+def _format_line(text: str) -> str:
+    place = location(script_frame(sys._getframe(1)))
+    return f"instep: {text} Training goes on at {place}. [INS702]"
 
 
 def _before_step(optimizer: Optimizer) -> None:
     _report.before_step(optimizer)
+
+
+def report_step(optimizer: Optimizer, step: int, show: Callable[[str], None]) -> bool:
+    """Look at all gradients with which this optimizer steps, which are the same on all ranks.
+
+    Args:
+        step: how often it has stepped, with this time.
+        show: shows the line about the first that are not finite.
+
+    Returns whether any were found, now or before. Raises NonFiniteGradError if the user wants that.
+    """
+    if _report.has_shown or _skips_step(optimizer):
+        return _report.has_shown
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    found = [p for p in parameters if p.grad is not None and not p.grad.isfinite().all()]
+    if not found:
+        return False
+    broken = [parameter for parameter in found if not parameter.isfinite().all()]
+    error = NonFiniteGradError(
+        None,
+        _name_in_modules((broken or found[::-1])[0]),
+        others=len(found) - 1,
+        step=step,
+        samples=None,
+        began_here=not broken,
+    )
+    if str(settings.NAN) == "error":
+        raise error
+    _report.has_shown = True
+    show(_format_line(str(error)))
+    return True
+
+
+def _skips_step(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer of torch's GradScaler decides by itself to skip the step."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+def _name_in_modules(parameter: Tensor) -> str:
+    """The longest name that any module of the script has for it, or its shape."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    named = (item for module in modules for item in module.named_parameters())
+    names = [name for name, each in named if each is parameter]
+    return max(names, key=len, default=f"a tensor of shape {[*parameter.shape]}")
 
 
 def reset() -> None:

@@ -16,6 +16,7 @@ from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id, tree_map_only
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
+from instep.training.drift.whole_gradients import note_backward
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
@@ -58,6 +59,7 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
+    note_backward(is_summed=bool(calls))
     if not calls:
         original(tensors, *rest)
         end_backward(start)
