@@ -340,6 +340,14 @@ def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
 
 
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert instep(str(tmp_path / "no.py")) == 2
+    said = capfd.readouterr()
+    assert said.out + said.err == f"instep check: {tmp_path / 'no.py'}: No such file or directory\n"
+
+
 def test_github_gets_one_annotation_per_finding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

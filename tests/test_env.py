@@ -113,7 +113,7 @@ def test_what_is_wrong_on_one_rank_is_shown() -> None:
     tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
     alike = dict.fromkeys(command.RANK_COLUMNS, 0) | {
         "versions": {"torch": "2"}, "interfaces": ["lo"], "accelerators": [], "warnings": [],
-        "layers": "/tmp (9.0 GiB free)",
+        "scratch": "/tmp (9.0 GiB free)",
     }  # fmt: skip
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
     job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
@@ -127,7 +127,7 @@ def test_what_is_wrong_on_one_rank_is_shown() -> None:
     assert "launcher    srun (SLURM_STEP_ID=0)" in text
     assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
     assert "versions    torch 2\n" in text
-    assert "layers      /tmp (9.0 GiB free)\n" in text
+    assert "scratch     /tmp (9.0 GiB free)\n" in text
     assert "barrier     3.00  rank 1: WRONG RESULT" in text
 
 

@@ -19,7 +19,7 @@ TORCHRUN = {
 
 
 def test_a_process_that_nobody_launched_is_a_world_of_one():
-    assert detect({}) == World(rank=0, size=1, source="nobody launched this process")
+    assert detect({}) == World(rank=0, size=1, source="plain Python")
 
 
 def test_torchrun_says_everything():

@@ -8,8 +8,9 @@ import torch
 
 from instep.distributed.identity import accelerators, launchers
 from instep.distributed.identity.world import World
+from instep.launch.worker import static_opt_out
 from instep.unedited import launcher_env, multi_rank, opt_out
-from instep.unedited.session import fix_hash_seed
+from instep.unedited.session import fix_hash_seed, print_opt_out
 from test_unedited_world import RUN, Place
 
 
@@ -255,3 +256,16 @@ def test_a_failure_of_all_ranks_is_reported_once(said, reports):
     session._store = Store({} if said is None else {multi_rank._FAILED: said})
     assert session.reports_failure("lost") is reports
     assert session.reports_failure("lost"), "one that follows is another one"
+
+
+def test_a_script_that_calls_shard_is_told_that_its_batches_are_divided(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.py").write_text("import instep\ntrain(instep.shard(loader))\n")
+    reason = static_opt_out.find_opt_out(["toy.py"])
+    print_opt_out(World(size=2, local_size=2), reason, static_opt_out.batch_effect(reason))
+    assert capsys.readouterr().err == (
+        "instep: toy.py calls instep itself: each rank runs it as written, and instep.shard "
+        "divides the batches. [INS714]\n"
+    )

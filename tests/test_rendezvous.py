@@ -216,7 +216,7 @@ def test_what_init_process_group_cannot_do_is_answered_with_what_to_do(tmp_path)
 def test_a_process_that_nobody_launched_talks_to_nobody(tmp_path):
     subprocess.run([sys.executable, *script(tmp_path)], env=clean_environ(), check=True)
     (found,) = reports(tmp_path, 1)
-    assert found["source"] == "nobody launched this process"
+    assert found["source"] == "plain Python"
     assert found["listening"] == []
 
 

@@ -131,6 +131,18 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     raise AssertionError(pattern)
 
 
+def refusal(*words: object) -> str:
+    command = [sys.executable, "-m", "instep", "where", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    return done.stderr
+
+
+def test_a_process_without_ranks_is_named() -> None:
+    said = f"process {os.getpid()} is no job of yours on this host, or its ranks are still starting"
+    assert said in refusal(os.getpid())
+
+
 def where(*words: object) -> str:
     command = [sys.executable, "-m", "instep", "where", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -236,6 +236,14 @@ def steps(late, name="", seconds=0.0):
         (steps(0.0), "Every rank spends at least 51% in collectives, and none is late"),
         (
             [
+                collective(r, s, s + 0.5 * (r == (s % 5 < 3)), 1 - 0.5 * (r == (s % 5 < 3)))
+                for s in range(90)
+                for r in range(2)
+            ],
+            "The ranks wait for one another in turn",
+        ),
+        (
+            [
                 collective(r, s, s + 0.9 * (s % 9 == r), 1 - 0.9 * (s % 9 == r))
                 for s in range(90)
                 for r in range(9)

@@ -47,6 +47,7 @@ from instep.verify.runs import (
 from instep.verify.verdict import (
     Verdict,
     choose_tolerance,
+    compare_with_python,
     find_nondeterministic,
     is_usable_noise,
     make_report,
@@ -655,6 +656,27 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
     assert report.verdict is Verdict.SAME
     assert "the samples come in another order" in report.compare_with_python
     assert sum(report.results[0].run.samples_per_rank) == 88
+
+
+@pytest.mark.parametrize(
+    ("indices", "offset", "said"),
+    [
+        ((), 1000, "the samples have other contents: random augmentation of a sample is drawn"),
+        ((), 1, "the samples come in another order"),
+        (((0, 1),), 1000, "random augmentation of a sample is drawn"),
+        (((1, 0),), 1000, "the samples come in another order"),
+    ],
+)
+def test_other_samples_than_plain_python_s_are_said_to_be_in_another_order_if_they_are(
+    indices, offset, said
+):
+    def end(run, indices):
+        (rank,) = run.ranks
+        return replace(run, ranks=(replace(rank, end=replace(rank.end, indices=indices)),))
+
+    plain = made.run(1, lambda r, k, s: {"row_hashes": tuple(h + offset for h in s.row_hashes)})
+    ours, theirs = end(made.run(1), indices and ((0, 1),)), end(plain, indices)
+    assert compare_with_python(ours, theirs, FLOAT32).startswith(said)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])

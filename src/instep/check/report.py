@@ -14,10 +14,11 @@ SCHEMA = 1
 
 
 def format_text(outcome: CheckResult) -> str:
-    """Three lines per finding (place and message, effect, correct code) and a total."""
+    """Three lines per finding (place and message, effect, correct code), and a total. Files that
+    could not be checked are named on stderr."""
     blocks = [_block(finding) for finding in outcome.findings]
-    blocks += [f"{u.path}: could not be checked: {u.reason}" for u in outcome.unreadable]
-    return "\n".join([*blocks, _format_total(outcome)])
+    total = [_format_total(outcome)] if outcome.checked or not outcome.unreadable else []
+    return "\n".join([*blocks, *total])
 
 
 def _block(finding: Finding) -> str:

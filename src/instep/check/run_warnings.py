@@ -174,8 +174,9 @@ on several ranks.""",
         """\
 The script divides its work itself: it uses instep's functions, a process group, Horovod or
 DistributedDataParallel, or asks a trainer for several devices. The line says why, and what this
-means for the batch. If instep is to divide the script, remove those calls. `--plain` says that this
-is meant, and there is no line.""",
+means for the batch. For a script that calls `instep.shard` it is only information: all is well. If
+instep is to divide the script by itself, remove those calls. `--plain` says that this is meant, and
+there is no line.""",
     ),
     RunWarning(
         "INS715",

@@ -31,6 +31,8 @@ class BatchEffect(StrEnum):
     IDENTICAL = "These are {n} identical runs."
     SAME = ""
     """The script divides the batch that it names."""
+    SHARDED = "each rank runs it as written, and instep.shard divides the batches."
+    """So does one that calls instep.shard: the whole line."""
 
 
 OnOptOut = Callable[[str, BatchEffect], None]

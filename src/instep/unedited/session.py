@@ -133,11 +133,13 @@ def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
     """Print one line on rank 0 of several."""
     if world.size == 1:
         return
-    if effect is not BatchEffect.SAME:
+    if effect not in (BatchEffect.SAME, BatchEffect.SHARDED):
         _reasons.append(reason)
     if world.rank == 0 and launchers.RESTARTS not in os.environ:
         line = f"every rank runs this script as it is, since {reason}."
         sentences = [line, *filter(None, [effect.format(n=world.size)]), "[INS714]"]
+        if effect is BatchEffect.SHARDED:
+            sentences = [f"{reason}: {effect}", "[INS714]"]
         print_line(" ".join(sentences))
 
 

@@ -189,12 +189,16 @@ def _why(ours: StepRecord, theirs: StepRecord) -> str:
     )
 
 
-def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
-    """Whether the DataLoaders of both runs requested the same samples in the same order."""
+def _have_same_order(oracle: RunRecord, plain: RunRecord) -> bool | None:
+    """Whether both runs load the same samples in the same order; None if that is not known."""
     ends = [run.ranks[0].end for run in (oracle, plain)]
     ours, theirs = (() if end is None else end.indices for end in ends)
     known = min(len(ours), len(theirs))
-    return known > 0 and ours[:known] == theirs[:known]
+    if known:
+        return ours[:known] == theirs[:known]
+    common = range(min(oracle.steps, plain.steps))
+    rows = [{row for k in common for row in run.at(k)[0].row_hashes} for run in (oracle, plain)]
+    return False if rows[0] & rows[1] else None
 
 
 def compare_with_python(
@@ -215,15 +219,17 @@ def compare_with_python(
             )
         if ours.samples != theirs.samples:
             return f"step {k + 1} has {ours.samples} samples instead of {theirs.samples}"
-        if ours.row_hashes != theirs.row_hashes and _requested_same_samples(oracle, plain):
-            return (
-                "random augmentation of a sample is drawn from a stream of its own, the same on "
-                "every rank (with INSTEP_LOAD=whole: from plain Python's stream)"
-            )
         if ours.row_hashes != theirs.row_hashes:
+            same_order = _have_same_order(oracle, plain)
+            if same_order is False:
+                return (
+                    "the samples come in another order: instep draws it from a stream of its own, "
+                    "the same on all ranks"
+                )
             return (
-                "the samples come in another order: instep draws it from a stream of its own, "
-                "the same on all ranks"
+                f"{'' if same_order else 'the samples have other contents: '}random augmentation "
+                "of a sample is drawn from a stream of its own, the same on every rank (with "
+                "INSTEP_LOAD=whole: from plain Python's stream)"
             )
         if (
             fingerprint_distance(ours.gradients, theirs.gradients)[0]

@@ -26,7 +26,7 @@ class World:
     """The number of this host."""
     nodes: int = 1
     """The number of hosts."""
-    source: str = "nobody launched this process"
+    source: str = "plain Python"
     """The launcher, or another source of these numbers."""
 
     def __post_init__(self) -> None:

@@ -84,7 +84,7 @@ def format_report(report: Facts) -> str:
         f"variables   {_assignments(job['set']) or 'none set'}",
         *(f"versions    {seen}" for seen in _by_rank(ranks, "versions")),
         *(f"interfaces  {seen}" for seen in _by_rank(ranks, "interfaces")),
-        *(f"layers      {seen}" for seen in _by_rank(ranks, "layers")),
+        *(f"scratch     {seen}" for seen in _by_rank(ranks, "scratch")),
         *(f"devices     {seen}" for seen in _by_rank(ranks, "accelerators")),
         *(f"WARNING     {seen}" for seen in _by_rank(ranks, "warnings") if seen != "none"),
         "",

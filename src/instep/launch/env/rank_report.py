@@ -44,7 +44,7 @@ def describe_rank() -> Facts:
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
         "versions": _versions(),
-        "layers": storage.describe_folder(storage.choose_folder(world.local_size)),
+        "scratch": storage.describe_folder(storage.choose_folder(world.local_size)),
         "warnings": _warnings(),
     }
 

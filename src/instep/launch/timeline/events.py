@@ -15,6 +15,7 @@ Event = Mapping[str, Any]
 _Interval = tuple[float, float, str]
 """Begin and end in microseconds, and a phase's name, or none for a wait in a collective."""
 _SLOW = 0.1
+_STRAGGLES = 2.0
 """A rank for which the others wait this fraction of the time is a straggler."""
 
 
@@ -165,12 +166,13 @@ def _innermost_seconds(intervals: Iterable[_Interval]) -> dict[str, float]:
 
 
 def find_slow(times: Sequence[RankTimes]) -> RankTimes | None:
-    """The rank for which the others have waited for long, and longer than for all others together;
-    None if there is none."""
+    """The rank for which the others have waited for long, and twice as long as for all others
+    together; None if there is none."""
     slowest = max(times, key=lambda each: each.made_wait, default=None)
     if slowest is None or not slowest.span or slowest.made_wait / slowest.span <= _SLOW:
         return None
-    return slowest if slowest.made_wait > sum(each.made_wait for each in times) / 2 else None
+    others = sum(each.made_wait for each in times) - slowest.made_wait
+    return slowest if slowest.made_wait >= _STRAGGLES * others else None
 
 
 def format_summary(times: Sequence[RankTimes]) -> list[str]:

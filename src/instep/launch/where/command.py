@@ -49,14 +49,16 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     jobs = job_socket.find_jobs()
     if asked.job is not None:
         jobs = [job for job in jobs if job_socket.is_of_job(job, asked.job)]
+    if not jobs and asked.job is None:
+        raise CommandLineError("no job of yours runs here, or its ranks are still starting.")
     if not jobs:
-        named = "such job" if asked.job is not None else "job"
-        raise CommandLineError(f"no {named} of this user has ranks that have met on this host.")
-    if len(jobs) > 1:
-        pids = ", ".join(str(job.pid) for job in jobs)
+        named = f"{'process ' if asked.job.isdigit() else ''}{asked.job}"
         raise CommandLineError(
-            f"there are {len(jobs)} jobs; name one by a process id. Their ranks 0: {pids}"
+            f"{named} is no job of yours on this host, or its ranks are still starting."
         )
+    if len(jobs) > 1:
+        names = " or ".join(f"`instep where {job.pid}`" for job in jobs)
+        raise CommandLineError(f"{len(jobs)} jobs run here. Name one: {names}.")
     reply = job_socket.request(jobs[0], request_type(stacks=asked.stacks, status=asked.status))
     if reply is None:
         print_line(f"the job of process {jobs[0].pid} does not reply")

@@ -27,12 +27,15 @@ _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of theirs whose use does not mean it."""
 _OTHERS_NAMES = ("instep.jittor.", "instep.compat.")
 _OWN_GROUP = "it starts a process group of its own"
+_CALLS_SHARD = "calls instep itself"
 _EXITS = ("exit", "_exit", "quit")
 
 
 def batch_effect(reason: str) -> BatchEffect:
     """What becomes of the batch of a script that opts out for this reason."""
-    return BatchEffect.UNKNOWN if reason == _OWN_GROUP else BatchEffect.SAME
+    if reason == _OWN_GROUP:
+        return BatchEffect.UNKNOWN
+    return BatchEffect.SHARDED if reason.endswith(_CALLS_SHARD) else BatchEffect.SAME
 
 
 def find_opt_out(command: Sequence[str]) -> str | None:
@@ -42,7 +45,9 @@ def find_opt_out(command: Sequence[str]) -> str | None:
         if script.path == str(entry) and _certainly_calls(script, "init_process_group"):
             return _OWN_GROUP
         if library := next(filter(None, map(_explicit_library, script.imported_names)), None):
-            return f"{os.path.relpath(script.path)} uses {library} itself"
+            calls = library == "instep" and any(script.calls_of("instep.shard"))
+            verb = _CALLS_SHARD if calls else f"uses {library} itself"
+            return f"{os.path.relpath(script.path)} {verb}"
     return None
 
 

@@ -132,6 +132,7 @@ class _Loop:
         Returns the number of iterations that it has behind it. Collective.
         """
         self.has_begun = True
+        self._place = f"{Path(frame.f_code.co_filename).name}:{self._line}"
         with bypass_overlay():
             found = storage.read_latest(self._folder) if self._rank == 0 else None
         state: dict[str, Any] | None = None
@@ -153,8 +154,8 @@ class _Loop:
         _restore_streams(state["streams"])
         if self._rank == 0:
             line = (
-                f"goes on after iteration {self._iteration} of the loop at line {self._line}, "
-                f"which {self._folder} holds"
+                f"resumed from {self._folder}: goes on after iteration {self._iteration} of the "
+                f"loop at {self._place}"
             )
             print_line("; ".join([line, *problems]))
 
@@ -174,8 +175,8 @@ class _Loop:
             get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
             if self._rank == 0:
                 print_line(
-                    f"the loop at line {self._line} was left after iteration {self._iteration} on "
-                    f"a signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
+                    f"the loop at {self._place} was left after iteration {self._iteration} on a "
+                    f"signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
                     "turn"
                 )
             raise SystemExit(REQUEUE)

@@ -234,7 +234,8 @@ class RankProbe:
                 return f"{text}, importing a module; it is slow, not stuck"
             moved = first["line"] != last["line"] and not has_moved
             came = f": it comes from {self._short(first['line'])}" if moved else ""
-            return f"{text}; it is slow, not stuck{came}"
+            does = "runs" if now.step != self._record.step else "is slow, not stuck"
+            return f"{text}; it {does}{came}"
         return f"{text}{self._activity(last['innermost'])}"
 
     def _activity(self, innermost: str) -> str:
