@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections import namedtuple
@@ -510,6 +511,33 @@ def test_a_data_set_with_a_hidden_state_gives_every_rank_the_same_and_a_line_say
     assert (line in said.getvalue()) == (instep.rank == 0)
 
 
+class Tallied(Noisy):
+    """Counts its samples, and writes a line about each."""
+
+    def __init__(self, n, file):
+        super().__init__(n)
+        self.calls, self.file = 0, file
+
+    def __getitem__(self, index):
+        self.calls += 1
+        self.file.write(f"{index}\n")
+        return torch.tensor(index)
+
+
+@ranks(1, 3)
+def test_what_loading_changes_is_changed_by_every_rank():
+    with tempfile.TemporaryFile("w+") as file, redirect_stderr(said := io.StringIO()):
+        data = Tallied(14, file)
+        loader = DataLoader(data, 5, shuffle=True)
+        for epoch in (1, 2):
+            assert torch.cat(list(batches(loader))).sort().values.equal(torch.arange(14))
+            assert data.calls == epoch * 14
+            file.seek(0)
+            assert sorted(map(int, file.read().split())) == sorted([*range(14)] * epoch)
+    line = "instep: data set Tallied: each rank loads all of it: loading a sample changes Tallied."
+    assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
+
+
 class OtherOnEachRank(Noisy):
     def __getitem__(self, index):
         return torch.tensor(index + instep.rank / 10)
@@ -653,6 +681,54 @@ def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
             assert same(list(DataLoader(data, 4, **more)), expected)
         finally:
             put_in.remove()
+
+
+CACHING_SCRIPT = """
+import os
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Cached(Dataset):
+    calls = 0
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        self.calls += 1
+        os.makedirs("cache", exist_ok=True)
+        with open(f"cache/{index}", "a") as file:
+            file.write(".")
+        return index
+
+workers = int(sys.argv[1])
+data = Cached()
+for epoch in range(2):
+    for batch in DataLoader(data, 4, shuffle=True, num_workers=workers):
+        pass
+    print([(name, os.path.getsize(f"cache/{name}")) for name in sorted(os.listdir("cache"))])
+print(data.calls)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_that_loading_writes_are_those_of_one_process(tmp_path, workers):
+    script = tmp_path / "script.py"
+    script.write_text(CACHING_SCRIPT)
+
+    def said(size):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        command = [sys.executable, "-m", "instep", "run", "-n", str(size), script, str(workers)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stderr
+        assert ("loading a sample writes files" in done.stderr) == (size > 1)
+        return done.stdout
+
+    assert said(1) == said(2)
 
 
 NOISY_SCRIPT = """

@@ -163,9 +163,9 @@ script.""",
         "data-loaded-by-all",
         "Every rank loads all samples of a data set.",
         """\
-Ranks load their own samples and exchange them, unless a sample cannot be sent or the data set draws
-from a generator of its own; the line says which. The numbers are right, and loading is not faster
-on several ranks.""",
+Ranks load their own samples and exchange them, unless a sample cannot be sent, the data set draws
+from a generator of its own, or loading a sample writes files or changes numbers of the data set;
+the line says which. The numbers are right, and loading is not faster on several ranks.""",
     ),
     RunWarning(
         "INS714",

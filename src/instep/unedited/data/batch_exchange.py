@@ -69,6 +69,11 @@ class ExchangedBatch:
         )
 
     @property
+    def effect(self) -> str:
+        """What loading has changed on some rank beside the samples, as a predicate."""
+        return next((header.rows.effect for header in self.headers if header.rows.effect), "")
+
+    @property
     def is_consistent(self) -> bool:
         """Whether every sample that two ranks have loaded is the same on both."""
         ranks = [header.rows for header in self.headers]

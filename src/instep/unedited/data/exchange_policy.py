@@ -23,6 +23,9 @@ class ExchangePolicy:
     """How many processes of a rank load at once; 0: the rank's own."""
     exchanges: bool = field(init=False)
     """Whether rows are exchanged, as far as it is decided."""
+    loads_rest: bool = False
+    """Whether each rank also loads the rows that others have loaded, in batches that were requested
+    before it was decided that each loads all."""
     _batches: int = 0
     _measured: int = 0
     _forced: bool = False
@@ -43,9 +46,10 @@ class ExchangePolicy:
             return False, False
         return self.exchanges or checks, checks
 
-    def force(self, *, exchange: bool) -> None:
-        """Decide for good: samples cannot be sent, or depend on the rank that loads them."""
-        self.exchanges, self._forced = exchange, True
+    def force(self, *, exchange: bool, loads_rest: bool = False) -> None:
+        """Decide for good: samples cannot be sent, or depend on the rank that loads them, or
+        loading them changes something else."""
+        self.exchanges, self._forced, self.loads_rest = exchange, True, loads_rest
 
     def update(self, count: int, seconds: float, nbytes: int) -> None:
         """Learn that a batch of `count` samples took the ranks `seconds` in all to load."""

@@ -26,6 +26,7 @@ from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
+from instep.unedited.data.side_effects import SideEffects
 
 # ------------------------------------------------------------------------------- requests
 
@@ -149,6 +150,8 @@ class LoadedRows:
     """Of the first sample, in a batch that is checked."""
     other_checksum: bytes | None = None
     """Of the first sample of the next rank, as loaded here."""
+    effect: str = ""
+    """What loading changes beside the samples, as a predicate."""
 
 
 class RowDataset(Dataset[Any]):
@@ -168,6 +171,17 @@ class RowDataset(Dataset[Any]):
         if get_worker_info() is None:
             return LoadedSamples(samples)
         return self.collate(samples, request)
+
+    def load_rest(self, plan: LoadPlan) -> None:
+        """Load the rows of a batch that `plan.request()` leaves to other ranks, for what loading
+        them changes here."""
+        own = plan.request()
+        loaded = {*range(own.first, own.first + len(own.indices))}
+        loaded |= set() if own.check is None else {own.check[0]}
+        for number, index in enumerate(plan.indices, plan.first):
+            if number not in loaded:
+                with rank_local():
+                    self._load(RowRequest(plan.seed, number, [index], True))
 
     def collate(self, samples: list[Any], request: RowRequest) -> Any:
         """The batch of a loader with workers, which collate: from a random stream of its own."""
@@ -215,6 +229,7 @@ class RowDataset(Dataset[Any]):
             raise
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
+        effects = SideEffects(self.dataset)
         start = perf_counter()
         samples = self._load(request)
         seconds = perf_counter() - start
@@ -228,7 +243,7 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        return LoadedRows(len(samples), seconds, **fields)
+        return LoadedRows(len(samples), seconds, effect=effects.describe(), **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
         with _restoring_generators():

@@ -120,7 +120,10 @@ def path_to_create(path: Any, *, directory: bool = False) -> Any:
     """The location at which it is to make `path`, which must not exist."""
     files = files_for(path)
     if isinstance(files, Rank0Files):
+        changed = files.changed
         files.keep(path, follow=False)
+        if os.path.lexists(path):  # as for makedirs(path, exist_ok=True)
+            files.changed = changed
     if isinstance(files, OverlayFiles):
         return files.new_location(path, directory=directory)
     return path

@@ -145,6 +145,7 @@ class OverlayFiles(PathResolver):
         resolved = self.resolve_parents(path) if exclusive else self.resolve(path)
         if self.is_private(resolved):
             return resolved
+        self.changed = resolved
         found = self.find(resolved)
         try:
             return self._write_location(resolved, found, path, flags)
@@ -193,6 +194,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(resolved):
             return resolved
         self._check_new(resolved, path)
+        self.changed = resolved
         layer = self._rank_layer
         return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
@@ -225,6 +227,7 @@ class OverlayFiles(PathResolver):
 
     def _remove(self, resolved: str, path: StrOrBytesPath) -> None:
         self._check_parent(resolved, path)
+        self.changed = resolved
         self._rank_layer.remove(resolved)
         self.clear_links()
 
@@ -283,6 +286,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(new):
             copy(location, new)
             return
+        self.changed = new
         self._rank_layer.remove(new)
         if is_directory(location):
             copy(location, self._rank_layer.add_directory(new))

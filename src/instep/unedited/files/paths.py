@@ -45,6 +45,8 @@ class PathResolver:
         self.open_directories = OpenDirectories()
         self._private = tuple(private_directories())
         self._temporary: set[str] = set()
+        self.changed = ""
+        """The latest path that was changed here, or was to be; whoever asks empties it before."""
         self.followed: dict[str, str] = {}
         """Directories, and where they are after all links."""
 

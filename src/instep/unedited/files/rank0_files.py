@@ -44,7 +44,10 @@ class Rank0Files(PathResolver):
             resolved = self.resolve(path) if follow else self.resolve_parents(path)
         except OSError:  # a loop of links: the function that uses the path raises it
             return
-        if resolved in self._kept or self.is_private(resolved):
+        if self.is_private(resolved):
+            return
+        self.changed = resolved
+        if resolved in self._kept:
             return
         self._kept.add(resolved)
         if self._before.is_below_link(resolved):
