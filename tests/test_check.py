@@ -37,6 +37,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (16, "INS209"),
         (23, "INS209"),
         (30, "INS209"),
+        (61, "INS209"),
     ],
     "horovod_means.py": [
         (13, "INS104"),

@@ -51,3 +51,11 @@ def of_own_rows(model):
         correct += (model(x).argmax(1) == y).sum()
         seen += len(x)
     return correct / seen
+
+
+def of_chosen_samples(model, rows):
+    total = 0.0
+    data = Digits(rows)
+    for x, y in instep.shard(DataLoader(data, 8)):
+        total += loss_of(model(x), y).item() * len(x)
+    return total / len(rows)

@@ -247,17 +247,21 @@ def _shard_call(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
 
 
 def _length_of_whole(info: ScriptInfo, node: ast.expr, loader: ast.expr) -> ast.expr | None:
-    """`loader.total_len`, `len(loader.dataset)`, or `len(dataset)` of what the loader loads."""
+    """`loader.total_len`, `len(loader.dataset)`, or `len(…)` of the data set that the loader loads,
+    or of a value from which that was made."""
     shard = _shard_call(info, loader)
     made = info.loader_of(shard.args[0]) if shard is not None and shard.args else None
     dataset = keyword(made, "dataset", 0) if made is not None else None
+    wholes = [] if dataset is None else [dataset]
+    wholes += [each for call in info.origins.calls(dataset) for each in call.args]
+    texts = [info.script.source(whole) for whole in wholes]
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and inner.attr == "total_len":
             return inner
     for call, of in _lengths(info, node):
         if isinstance(of, ast.Attribute) and of.attr == "dataset":
             return call
-        if dataset is not None and info.script.source(of) == info.script.source(dataset):
+        if info.script.source(of) in texts:
             return call
     return None
 
