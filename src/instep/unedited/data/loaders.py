@@ -61,6 +61,7 @@ class _KnownDataset:
 
 _known_datasets = WeakIdKeyDictionary()
 _channels = count(1)
+_has_mentioned_draws = False
 
 
 def iterate(original: Function, loader: DataLoader[Any]) -> Any:
@@ -164,6 +165,20 @@ def _warn(loader: DataLoader[Any], line: str) -> None:
     known.has_warned = True
 
 
+def _mention_draws(dataset: object) -> None:
+    """Print a line on rank 0, once in a job."""
+    global _has_mentioned_draws
+    if not _has_mentioned_draws and get_transport().rank == 0:
+        name = type(dataset).__name__
+        print(
+            f"instep: {name} draws random numbers in its samples. They are the same for every N, "
+            "but not those of plain Python (--load whole keeps those).",
+            file=sys.stderr,
+            flush=True,
+        )
+    _has_mentioned_draws = True
+
+
 class WholeBatchIterator:
     """The batches of a loader, each joined from all ranks' rows.
 
@@ -257,7 +272,9 @@ class WholeBatchIterator:
                 "its own. Every rank gets the same batches, but not those of one process; with "
                 "--load whole every rank loads everything.",
             )
-        elif batch.effect and not self._policy.loads_rest:
+        elif any(header.rows.draws for header in batch.headers):
+            _mention_draws(self._loader.dataset)
+        if batch.is_consistent and batch.effect and not self._policy.loads_rest:
             self._policy.force(exchange=False, loads_rest=True)
             _warn(self._loader, f"each rank loads all of it: loading a sample {batch.effect}.")
         if batch.cannot_pack:

@@ -150,6 +150,8 @@ class LoadedRows:
     """Of the first sample, in a batch that is checked."""
     other_checksum: bytes | None = None
     """Of the first sample of the next rank, as loaded here."""
+    draws: bool = False
+    """Whether any sample so far has drawn from the global generators."""
     effect: str = ""
     """What loading changes beside the samples, as a predicate."""
 
@@ -243,7 +245,8 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        return LoadedRows(len(samples), seconds, effect=effects.describe(), **fields)
+        fields |= {"draws": bool(self._draws), "effect": effects.describe()}
+        return LoadedRows(len(samples), seconds, **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
         with _restoring_generators():
