@@ -26,7 +26,7 @@ from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
-from instep.unedited.data.side_effects import SideEffects
+from instep.unedited.data.side_effects import LoadingEffects
 
 # ------------------------------------------------------------------------------- requests
 
@@ -231,7 +231,7 @@ class RowDataset(Dataset[Any]):
             raise
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
-        effects = SideEffects(self.dataset)
+        effects = LoadingEffects(self.dataset)
         start = perf_counter()
         samples = self._load(request)
         seconds = perf_counter() - start

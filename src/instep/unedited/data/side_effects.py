@@ -17,7 +17,7 @@ from instep.unedited.files.os_functions import current_files
 _PLAIN = (bool, int, float, str)
 
 
-class SideEffects:
+class LoadingEffects:
     """Sees what is changed from now on until `describe`."""
 
     def __init__(self, dataset: object) -> None:
