@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -118,17 +119,22 @@ def test_a_sleep_is_interrupted_and_the_second_ctrl_c_ends_the_job(launch: Launc
         until(process, "interrupted")
         process.send_signal(signal.SIGINT)
         result = launch.end_of(process)
-    assert (result.returncode, result.stderr) == (130, "")
+    assert result.returncode == 130
+    assert result.stderr.startswith("instep: interrupted at ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.launch
-def test_an_interrupt_that_nobody_catches_is_quiet(launch: Launch) -> None:
+def test_an_interrupt_that_nobody_catches_is_one_line(launch: Launch) -> None:
     path = script(launch, **UNEDITED | {"after": "raise"})
     with launch.start("-n", 2, path) as process:
         until(process, "go")
         process.send_signal(signal.SIGINT)
         result = launch.end_of(process)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "interrupted\n", "")
+    assert (result.returncode, result.stdout) == (130, "interrupted\n")
+    assert re.fullmatch(
+        rf"instep: interrupted at {path}:\d+; ranks 0, 1 were stopped\n", result.stderr
+    )
 
 
 @pytest.mark.nightly

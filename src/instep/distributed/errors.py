@@ -153,15 +153,17 @@ class PeerDiedError(BrokenGroupError):
 
 
 class PeerLeftError(BrokenGroupError):
-    """A rank destroyed its process group while another waited for it."""
+    """A rank ended, or destroyed its process group, while another waited for it."""
 
-    def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
+    def __init__(
+        self, peer: str, call: str, rank: int | None = None, *, has_ended: bool = False
+    ) -> None:
         self.rank = rank
         """That rank, where it is known."""
         CollectiveError.__init__(
             self,
-            f"{peer} destroyed its process group; this rank was waiting for it in {call}. "
-            "Every rank must call the same collectives.",
+            f"{peer} {'has ended' if has_ended else 'destroyed its process group'}; this rank was "
+            f"waiting for it in {call}. Every rank must call the same collectives.",
         )
 
 
@@ -183,7 +185,7 @@ class CollectiveTimeoutError(BrokenGroupError):
         CollectiveError.__init__(
             self,
             f"{late} within {seconds:g} s, though every rank is alive. "
-            "Find out what the ranks are doing, or set a longer timeout for the process group.",
+            "Find out what the ranks do: `instep where` prints it while they wait.",
         )
 
 

@@ -33,7 +33,7 @@ from instep.launch.where.command import print_report
 from instep.launch.worker.control_bytes import FAILED
 from instep.process import pending_writes, print_line, settings, storage
 from instep.process.exit_status import REQUEUE
-from instep.process.failure import Failure, RankExit, first_failure, format_report
+from instep.process.failure import Failure, RankExit, first_failure, format_interrupt, format_report
 from instep.process.last_position import LastPosition
 from instep.training.checkpoint.resume_point import ResumePoint
 
@@ -235,7 +235,9 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
     if requested_signal is not None and (
         supervisor.signalled_again or (first is not None and first.code in INTERRUPTED)
     ):
-        return replace(known, code=128 + requested_signal)
+        is_shown = job_info.first == 0 or job.hosts.has_own_terminal
+        report = format_interrupt(requested_signal, first, result.ends) if is_shown else ""
+        return replace(known, code=128 + requested_signal, report=report)
     if first is None:
         return known
     text = format_report(first, result.ends, job_info.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from instep.process.exit_status import (
     describe_early_exit,
     describe_exit,
     format_failure,
+    format_ranks,
     shell_exit_code,
 )
 
@@ -134,6 +136,23 @@ def _precedence(failure: Failure) -> tuple[bool, bool, float, int]:
     return failure.is_consequence, not has_text, failure.time, failure.rank
 
 
+_KILLED = "SIGKILL nearly always means that the host's memory was full."
+
+
+def format_interrupt(
+    number: signal.Signals, first: Failure | None, exits: Iterable[RankExit]
+) -> str:
+    """One line about a job that was asked to end by this signal; `first`: the first rank's end."""
+    text = "" if first is None else first.text
+    seen = [f"{file}:{line}" for file, line in re.findall(r'File "(.+)", line (\d+)', text)]
+    seen += re.findall(r"It was last seen at (.+), ", text)
+    what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
+    place = f" at {seen[-1]}" if seen else ""
+    left = sorted(each.rank for each in exits if each.code != 0)
+    stopped = f"; {format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped"
+    return f"instep: {what}{place}{stopped if left else ''}\n"
+
+
 def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:
     """The last lines that the user reads: the first failure, and what became of the others."""
     others = [each for each in exits if each.rank != first.rank]
@@ -141,4 +160,8 @@ def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:
     stopped = [each.rank for each in others if each.rank not in finished]
     line = format_failure(first.rank, size, str(first), finished, stopped)
     text = first.text.rstrip(os.linesep)
+    if first.code == -signal.SIGKILL and not any(
+        each.rank == first.rank and each.stopped for each in exits
+    ):
+        text = f"{text}\n{_KILLED}".lstrip()
     return "\n".join([line, *([text] if text else [])]) + "\n"

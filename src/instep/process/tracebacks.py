@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -86,11 +87,13 @@ def trim_traceback(error: BaseException) -> None:
 
 
 def _libraries() -> tuple[str, ...]:
-    """Prefixes of the files of instep, of torch and of Python's own start of a program."""
+    """Prefixes of the files of instep, of torch, of contextlib and of Python's own start of a
+    program."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     return (
         PACKAGE_FOLDER,
         "<frozen ",
+        contextlib.__file__,
         *([os.path.join(os.path.dirname(torch), "")] if torch else ()),
     )
 
@@ -127,8 +130,9 @@ def _select(frames: list[TracebackType], error: BaseException) -> list[Traceback
         selected += [*(_shorten(between) if selected else ()), frame]
         between = []
     if selected and between:
-        unforeseen = _is_in(between[-1], PACKAGE_FOLDER) and not isinstance(error, InstepError)
-        selected += between if unforeseen else _shorten(between)
+        if isinstance(error, InstepError) and _is_in(between[-1], PACKAGE_FOLDER):
+            return selected  # the script's line and the message say it all
+        selected += between if _is_in(between[-1], PACKAGE_FOLDER) else _shorten(between)
     return selected
 
 

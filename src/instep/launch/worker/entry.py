@@ -113,7 +113,8 @@ class ExitReporter:
         """Report SystemExit and return its exit code; the supervisor prints its message."""
         meant = leaving.code
         if meant is None or isinstance(meant, int):
-            code, text = (meant or 0) & 0xFF, ""
+            line = script_line(leaving)
+            code, text = (meant or 0) & 0xFF, f"It left at {line}.\n" if line else ""
         else:
             code, text = 1, f"{meant}\n"
         if code:
