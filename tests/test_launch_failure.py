@@ -15,7 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.process.failure import DETECTION_DELAY, Failure, RankExit, first_failure, format_report
+from instep.process import PACKAGE_FOLDER
+from instep.process.failure import (
+    DETECTION_DELAY,
+    Failure,
+    RankExit,
+    first_failure,
+    format_interrupt,
+    format_report,
+)
 from instep.process.last_position import format_last_words
 from launching import Launch
 
@@ -639,6 +647,14 @@ def test_nobody_failed_where_everybody_ended_with_0() -> None:
     assert (
         first_failure([RankExit(0, 1.0, 0, stopped=False), RankExit(1, 2.0, 0, stopped=True)], [])
         is None
+    )
+
+
+def test_an_interrupted_job_names_the_scripts_line() -> None:
+    text = f'  File "/a/train.py", line 7, in f\n  File "{PACKAGE_FOLDER}x.py", line 2, in g\n'
+    ends = [RankExit(rank, 1.0, -2, stopped=True) for rank in range(2)]
+    assert format_interrupt(signal.SIGINT, Failure(0, 1.0, -2, text=text), ends) == (
+        "instep: interrupted at /a/train.py:7; ranks 0, 1 were stopped\n"
     )
 
 

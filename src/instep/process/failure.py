@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from instep.process import PACKAGE_FOLDER
 from instep.process.exit_status import (
     UNKNOWN_RANK,
     describe_early_exit,
@@ -144,7 +145,8 @@ def format_interrupt(
 ) -> str:
     """One line about a job that was asked to end by this signal; `first`: the first rank's end."""
     text = "" if first is None else first.text
-    seen = [f"{file}:{line}" for file, line in re.findall(r'File "(.+)", line (\d+)', text)]
+    frames = re.findall(r'File "(.+)", line (\d+)', text)
+    seen = [f"{file}:{line}" for file, line in frames if not file.startswith(PACKAGE_FOLDER)]
     seen += re.findall(r"It was last seen at (.+), ", text)
     what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
     place = f" at {seen[-1]}" if seen else ""
