@@ -170,11 +170,9 @@ def _mention_draws(dataset: object) -> None:
     global _has_mentioned_draws
     if not _has_mentioned_draws and get_transport().rank == 0:
         name = type(dataset).__name__
-        print(
-            f"instep: {name} draws random numbers in its samples. They are the same for every N, "
-            "but not those of plain Python (--load whole keeps those).",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            f"{name} draws random numbers in its samples. They are the same for every N, but not "
+            "those of plain Python (--load whole keeps those)."
         )
     _has_mentioned_draws = True
 
