@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import instep
+from instep.distributed.identity import local_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +74,12 @@ def test_a_rank_whose_process_is_not_there_has_ended(tmp_path, variables, other,
 def test_ranks_of_another_world_are_not_meant(tmp_path):
     """A task of mpirun has started ranks itself."""
     assert see(tmp_path, MPICH, "true", "RANK=0", "WORLD_SIZE=4") == "None"
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_rank(monkeypatch):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    monkeypatch.setattr(local_ranks, "launcher_process", lambda *_: (os.getpid(), ""))
+    monkeypatch.setattr(local_ranks, "children", lambda _: [ended.pid])
+    monkeypatch.setattr(local_ranks, "is_alive", lambda _: True)
+    assert local_ranks.LocalRanks([0, 1], "RANK", {}).ended() == frozenset()

@@ -71,7 +71,10 @@ class LocalRanks:
 
     def _rank(self, pid: int) -> int:
         if pid not in self._rank_of:
-            environ = read_environ(pid)
+            try:
+                environ = read_environ(pid)
+            except (FileNotFoundError, ProcessLookupError):  # it has ended just now
+                return _NOT_A_RANK
             number = environ.get(self._variable, "")
             if not number.isdecimal():
                 return _NOT_A_RANK if "PATH" in environ else _UNKNOWN

@@ -14,9 +14,9 @@ from instep.errors import CommandLineError
 Event = Mapping[str, Any]
 _Interval = tuple[float, float, str]
 """Begin and end in microseconds, and a phase's name, or none for a wait in a collective."""
-_SLOW = 0.1
-_STRAGGLES = 2.0
-"""A rank for which the others wait this fraction of the time is a straggler."""
+_SLOW, _STRAGGLES = 0.1, 2.0
+"""A rank for which the others wait this fraction of the time, and so many times as long as for all
+others together, is a straggler."""
 
 
 @dataclass
