@@ -130,29 +130,44 @@ def _try(
     """The plan and what the call returns; or why not, and all is as the whole forward left it."""
     if reference.is_random and not reference.drawn:
         reference.note_draws(call)  # in a part of the batch another length may equal its rows
-    reference.before.restore()
-    transport = group.transport
+    while True:
+        reference.before.restore()
+        found, why = _attempt(call, division, reference, group)
+        if found is not None:
+            plan, joined = found
+            return (plan, write_back(unflatten(joined, plan.structure), call)), ""
+        if not _has_learned(call, division, reference, group):
+            reference.after.restore()
+            return None, why
+
+
+def _attempt(
+    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
+) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
+    """The plan and the joined outputs, if all ranks have found the same as the whole forward."""
     with observed(is_silent=True):
-        found, why = attempt(
+        return attempt(
             lambda checked: _compare(call, division, reference, replace(group, transport=checked)),
-            transport,
+            group.transport,
         )
-    if found is not None:
-        plan, joined = found
-        return (plan, write_back(unflatten(joined, plan.structure), call)), ""
+
+
+def _has_learned(
+    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
+) -> bool:
+    """Whether more is known of the call now by which a difference may be explained."""
+    transport = group.transport
     if reference.stored is None and on_any_rank(reference.has_foreign_leaf, transport):
         reference.stored = find_stored_parameters(call.module)
         if reference.stored:
-            return _try(call, division, reference, group)
+            return True
     if on_any_rank(reference.in_doubt, transport):
         reference.measure_noise(call)
-        return _try(call, division, reference, group)
+        return True
     if not reference.flips and on_any_rank(reference.may_flip, transport):
         reference.flips = _is_same_in_another_rounding(call, division, reference, group)
-        if reference.flips:
-            return _try(call, division, reference, group)
-    reference.after.restore()
-    return None, why
+        return reference.flips
+    return False
 
 
 def _is_same_in_another_rounding(
@@ -163,13 +178,8 @@ def _is_same_in_another_rounding(
     """
     for seed in range(PERTURBATIONS, 2 * PERTURBATIONS):  # not those that the noise is known from
         reference.before.restore()
-        with observed(is_silent=True), perturbed(call.module, seed):
-            found, _ = attempt(
-                lambda checked: _compare(
-                    call, division, reference, replace(group, transport=checked)
-                ),
-                group.transport,
-            )
+        with perturbed(call.module, seed):
+            found, _ = _attempt(call, division, reference, group)
         if found is not None:
             return True
     return False

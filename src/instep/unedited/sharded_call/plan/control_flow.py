@@ -24,7 +24,7 @@ from instep.unedited.sharded_call.plan.module_properties import is_library
 _READING = ("__bool__", "__int__", "__index__", "item", "tolist")
 _MAX_READINGS = 64
 """After so many different readings that were compared, others call for no comparison."""
-_FIRST_CALLS, _INTERVAL = 64, 16
+_FIRST_CALLS, _INTERVAL = 64, 32
 """So many calls are watched, and then one of so many."""
 _PROLOGUE = ("RESUME", "MAKE_CELL", "COPY_FREE_VARS", "RETURN_GENERATOR")
 
