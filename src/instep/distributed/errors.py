@@ -155,15 +155,13 @@ class PeerDiedError(BrokenGroupError):
 class PeerLeftError(BrokenGroupError):
     """A rank ended, or destroyed its process group, while another waited for it."""
 
-    def __init__(
-        self, peer: str, call: str, rank: int | None = None, *, has_ended: bool = False
-    ) -> None:
+    def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
         self.rank = rank
         """That rank, where it is known."""
         CollectiveError.__init__(
             self,
-            f"{peer} {'has ended' if has_ended else 'destroyed its process group'}; this rank was "
-            f"waiting for it in {call}. Every rank must call the same collectives.",
+            f"{peer} has ended, or destroyed its process group; this rank was waiting for it in "
+            f"{call}. Every rank must call the same collectives.",
         )
 
 
@@ -185,7 +183,8 @@ class CollectiveTimeoutError(BrokenGroupError):
         CollectiveError.__init__(
             self,
             f"{late} within {seconds:g} s, though every rank is alive. "
-            "Find out what the ranks do: `instep where` prints it while they wait.",
+            "Find out what the ranks do (`instep where` prints it while they wait), or set "
+            "INSTEP_TIMEOUT to more seconds.",
         )
 
 

@@ -41,8 +41,6 @@ _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
 _CHECK_SECONDS = 0.1
 _DESCRIBE_SECONDS = 20.0
-_EXIT_SECONDS = 1.0
-"""For which a process that has left the group may still be ending."""
 TAG_BITS = 24
 
 
@@ -177,9 +175,7 @@ class Signals:
             if state == _ABORTED:
                 raise PeerGaveUpError(str(peer), signature.text, self._read(_REASON, other))
             if state == _LEFT:
-                raise PeerLeftError(
-                    str(peer), signature.text, peer.rank, has_ended=_ends_soon(peer)
-                )
+                raise PeerLeftError(str(peer), signature.text, peer.rank)
             if not alive:
                 raise PeerDiedError(str(peer), signature.text, peer.rank)
         limit = (timeout or self._default_timeout()).total_seconds()
@@ -215,13 +211,3 @@ class Signals:
 
     def _section(self, rank: int) -> memoryview:
         return self._bytes[rank * BYTES_PER_RANK : (rank + 1) * BYTES_PER_RANK]
-
-
-def _ends_soon(peer: Peer) -> bool:
-    """Whether a process that has left the group has ended, or does so now."""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while peer.is_alive():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_CHECK_SECONDS)
-    return True

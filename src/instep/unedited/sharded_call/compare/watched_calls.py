@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from instep.distributed.numbers import on_any_rank
-from instep.training.pytree import flatten
+from instep.training.pytree import flatten, versions
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.equivalence import verify_plan
 from instep.unedited.sharded_call.compare.side_effects import observed
@@ -31,9 +32,10 @@ def run_watched(
     """Make a planned call; if it shows anything new on any rank, make it anew and compare it.
 
     It does so, too, where it prints, writes files, or fails for the rows of some ranks. Returns
-    the same as `verify_plan`, and whether it was compared. Collective.
+    the same as `verify_plan`, and whether it was compared. Collective. Raises ShardedCallError if
+    it has changed tensors among its arguments in place.
     """
-    before = Snapshot(call.module, call.leaves)
+    before, seen = Snapshot(call.module, call.leaves), versions(call.leaves)
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
@@ -45,6 +47,8 @@ def run_watched(
         if not on_any_rank(bool(is_new), group.transport):
             return planned, output, "", False
         plan = planned
+    elif on_any_rank(versions(call.leaves) != seen, group.transport):
+        raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
     before.restore()
     return *compare_traced(call, plan, flow, group, gradients=True), True
 
