@@ -10,6 +10,8 @@ import pytest
 
 from launching import Launch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import torch
     from torch import nn

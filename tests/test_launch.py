@@ -230,7 +230,7 @@ def test_exit_handlers_and_threads_still_find_the_script(launch: Launch) -> None
     assert launch.event() == [True]
 
 
-@pytest.mark.parametrize("switch", ["enable", "disable"])
+@pytest.mark.parametrize("switch", ["enable", pytest.param("disable", marks=pytest.mark.nightly)])
 def test_what_torch_makes_as_it_is_imported_is_permanent(launch: Launch, switch: str) -> None:
     script = launch.script(f"""
         import gc

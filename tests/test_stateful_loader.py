@@ -110,7 +110,9 @@ def batches(results):
         pytest.param("generator", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("stop", [{"stop_at": 2}, {"epochs": 1}])
+@pytest.mark.parametrize(
+    "stop", [{"stop_at": 2}, pytest.param({"epochs": 1}, marks=pytest.mark.nightly)]
+)
 def test_a_sharded_one_goes_on_at_any_number_of_ranks(tmp_path, kind, stop):
     whole = run(2, loop, str(tmp_path / "whole"), kind)
     assert len(whole[0]) == 3 * STEPS

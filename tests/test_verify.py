@@ -679,7 +679,13 @@ def test_other_samples_than_plain_python_s_are_said_to_be_in_another_order_if_th
     assert compare_with_python(ours, theirs, FLOAT32).startswith(said)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])
+def at_night(*kinds):
+    return [pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "kind", [*("dropout", "stated_class_weights"), *at_night("augmentation", "stated_sum")]
+)
 def test_what_instep_reaches_is_the_same(kind, solo, tmp_path):
     assert judged(3, (kind,), solo(kind), tmp_path).verdict is Verdict.SAME
 
@@ -815,7 +821,10 @@ def test_the_digits_example_is_the_same_at_2_3_and_5():
     assert [sum(j.run.samples_per_rank) for j in report.results] == [1437] * 3
 
 
-@pytest.mark.parametrize("kind", ["two_models", "accumulate", "clip", "autocast"])
+@pytest.mark.parametrize(
+    "kind",
+    [*("accumulate", "clip"), *at_night("two_models", "autocast")],
+)
 def test_other_loops_are_the_same(kind):
     report = verify_script([str(SCRIPTS / "loops.py"), kind], [3], start=Forked())
     assert report.verdict is not Verdict.DIFFERENT
