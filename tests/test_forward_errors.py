@@ -19,7 +19,7 @@ SCRIPT = """
     class Checked(nn.Linear):
         def forward(self, x):
             if x.isnan().any():
-                raise ValueError("not a number")
+                {then}
             return super().forward(x)
 
     torch.manual_seed(0)
@@ -40,6 +40,9 @@ SCRIPT = """
 """
 
 
+RAISES = 'raise ValueError("not a number")'
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path, ("run",))
@@ -49,7 +52,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 def write(launch: Launch, **parts: str) -> Path:
     script = launch.folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(**parts)))
+    script.write_text(textwrap.dedent(SCRIPT.format(**({"then": RAISES} | parts))))
     return script
 
 
@@ -70,3 +73,10 @@ def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> 
     culprit = f"barrier (ValueError in forward of Checked) at {script}:{line} on rank 1"
     assert culprit in ended.stderr
     assert ended.stdout == ""
+
+
+def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
+    script = write(launch, steps="80", bad="(70,)", rows="-1", then="x = x[:2]")
+    ended = launch.run("-n", 2, script)
+    assert ended.returncode == 1
+    assert "This was in a divided call of Checked." in ended.stderr

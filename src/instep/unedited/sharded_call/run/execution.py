@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import CollectiveError
 from instep.training.pytree import Structure, flatten, unflatten, versions
@@ -58,6 +59,20 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
 
     Collective. Raises ShardedCallError.
     """
+    try:
+        return _run_sharded(call, plan, group)
+    except DisagreementError as error:
+        error.add_note(
+            f"This was in a divided call of {type(call.module).__name__}. If a branch, a loop or "
+            "the shape of an output depends on what is in its rows, and did not when its calls were "
+            "first divided, run this script with --plain."
+        )
+        raise
+
+
+def _run_sharded(
+    call: BoundCall, plan: ShardingPlan, group: ShardGroup
+) -> tuple[ShardingPlan, Any]:
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     before = _buffer_versions(call.parts)
@@ -77,7 +92,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
                 "draw from the first call on (a dropout of 1e-9, say)."
             )
         generators.restore()
-        return run_sharded(call, replace(plan, is_random=True), group)
+        return _run_sharded(call, replace(plan, is_random=True), group)
     if structure != plan.structure:
         raise ShardedCallError(
             f"{name} returns something else than when its calls were first divided (another "
