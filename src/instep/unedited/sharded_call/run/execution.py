@@ -64,8 +64,8 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     except DisagreementError as error:
         error.add_note(
             f"This was in a divided call of {type(call.module).__name__}. If a branch, a loop or "
-            "the shape of an output depends on what is in its rows, and did not when its calls were "
-            "first divided, run this script with --plain."
+            "the shape of an output depends on what is in its rows, and did not when its calls "
+            "were first divided, run this script with --plain."
         )
         raise
 
