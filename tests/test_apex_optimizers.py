@@ -29,6 +29,8 @@ from instep.compat.apex.optimizers import (
 )
 from pool import ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 

@@ -21,6 +21,8 @@ from instep.launch.worker import local_rank_argument
 from instep.unedited import session
 from launching import free_port
 
+pytestmark = pytest.mark.slow
+
 CARD = JobFingerprint("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
 

@@ -32,6 +32,8 @@ from instep.unedited.sharded_call.run.region import current_region
 from pool import ranks
 from sharded_training import mlp
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     """Goes on by what each computation is said to take."""

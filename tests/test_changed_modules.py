@@ -21,6 +21,8 @@ from instep.unedited.sharded_call.run import sharded_output
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 
 

@@ -24,6 +24,8 @@ from instep.verify.recording import changes, recorder
 from pool import ranks, run
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 def compiled(mode: str) -> Any:
     with warnings.catch_warnings(action="ignore"):  # of what inductor imports

@@ -23,6 +23,8 @@ from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import Around, sharding
 
+pytestmark = pytest.mark.slow
+
 
 class AverageMeter:
     """As scripts copy it from one another."""

@@ -14,6 +14,8 @@ from instep.unedited.sharded_call.plan import attribute_changes
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 class Watched(nn.Linear):
     """Has attributes of many kinds; its rows depend on each other once `couples` is set."""

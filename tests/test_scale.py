@@ -36,6 +36,8 @@ from instep.launch.remote import remote_job
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.process.exit_status import format_ranks, rank_ranges, ranks_of
 
+pytestmark = pytest.mark.slow
+
 MANY = 150
 KEY = b"k" * 32
 

@@ -14,6 +14,8 @@ from instep.training.buckets.reducer import reducer_of
 from pool import ranks, talking_over
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 PARTS = 12
 
 
