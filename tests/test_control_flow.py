@@ -170,6 +170,28 @@ def test_what_it_prints_for_the_first_time_is_of_the_whole_batch() -> None:
     assert printed.getvalue() == "13 rows\n"
 
 
+class WritesIntoItsBatch(Around):
+    def forward(self, batch: dict[str, Tensor], is_late: Tensor) -> dict[str, Tensor]:
+        if is_late.any():
+            batch["x"] = batch["x"] - batch["x"].mean(0)
+        batch["x"] = batch["x"] * 2
+        batch["scores"] = self.body(batch["x"])
+        return batch
+
+
+@ranks(2)
+def test_a_dict_is_as_it_was_when_a_call_is_made_anew() -> None:
+    model = WritesIntoItsBatch().double()
+    with sharding():
+        for k, (x, _) in enumerate(batches(STEPS)):
+            is_late = torch.full((len(x), 1), k == LATE)
+            batch = model({"x": x}, is_late)
+            expected = 2 * (x - x.mean(0) if k == LATE else x)
+            torch.testing.assert_close(batch["x"], expected)
+            torch.testing.assert_close(batch["scores"], model.body(expected))
+            assert modules.call_counts.sharded > 0
+
+
 def always(x: Tensor) -> Tensor:
     if x.ndim > 7:
         raise ValueError("too many dimensions")

@@ -21,6 +21,7 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -36,6 +37,7 @@ def run_watched(
     it has changed tensors among its arguments in place.
     """
     before, seen = Snapshot(call.module, call.leaves), versions(call.leaves)
+    dicts = ArgumentDicts(call)
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
@@ -50,13 +52,15 @@ def run_watched(
     elif on_any_rank(versions(call.leaves) != seen, group.transport):
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
     before.restore()
+    dicts.restore()
     return *compare_traced(call, plan, flow, group, gradients=True), True
 
 
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
-    """Whether an output is not zero that was whenever it was compared."""
+    """Whether an output is not zero that was whenever it was compared. What a forward has written
+    into its arguments is not looked at."""
     outputs, _ = flatten(output)
-    return any(
+    return len(outputs) == len(plan.outputs) and any(
         not how.has_values and has_values(out)
         for out, how in zip(outputs, plan.outputs, strict=True)
     )

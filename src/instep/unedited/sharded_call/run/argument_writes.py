@@ -66,6 +66,22 @@ class ArgumentWatch:
         return Written(kept, returned, tuple(items), tuple(removed))
 
 
+class ArgumentDicts:
+    """The items of the dicts among the arguments of a call, to be set back."""
+
+    def __init__(self, call: BoundCall) -> None:
+        self._items = [(each, dict(each)) for each in _dicts([*call.args, *call.kwargs.values()])]
+
+    def restore(self) -> None:
+        """Let each have the items again that it had."""
+        for each, items in self._items:
+            for key in [key for key in each if key not in items]:
+                del each[key]
+            for key, value in items.items():
+                if key not in each or each[key] is not value:
+                    each[key] = value
+
+
 def run_whole(call: BoundCall) -> Any:
     """The whole forward with copies of the script's dicts; returns what `result` does."""
     fresh = call.with_leaves(call.leaves)
