@@ -137,7 +137,13 @@ def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> 
     assert launch.event() == [["rank 1", "rank 2"]]
 
 
-@pytest.mark.parametrize("begins", ["dist.init_process_group('gloo', timeout=limit)", "init()"])
+@pytest.mark.parametrize(
+    "begins",
+    [
+        "dist.init_process_group('gloo', timeout=limit)",
+        pytest.param("init()", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: str) -> None:
     """Rank 0 listened on the socket of `instep run`, whatever the script said; rank 1 did not."""
     with socket.create_server(("127.0.0.1", 0)) as free:

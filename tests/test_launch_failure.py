@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_though_its_peer_complains_first(launch: Launch) 
     ("ending", "code", "said"),
     [
         ("sys.exit(3)", 3, "exited with code 3; rank 0 was stopped\nIt left at "),
-        ("os._exit(4)", 4, "exited with code 4"),
+        pytest.param("os._exit(4)", 4, "exited with code 4", marks=pytest.mark.nightly),
         ("sys.exit('no data')", 1, "exited with code 1; rank 0 was stopped\nno data"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGINT); forever()", 130, "was killed by SIGINT"),

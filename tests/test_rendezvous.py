@@ -84,7 +84,7 @@ def start(size, command, environ):
 
 @pytest.mark.parametrize(
     "method",
-    ["env", "tcp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("file", "store"))],
+    ["env", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tcp", "file", "store"))],
 )
 def test_bare_processes_meet_by(method, tmp_path):
     port = free_port()

@@ -57,7 +57,9 @@ def classify(log, n=43, batch_size=10, dtype=torch.float32, epochs=3, **loader):
             log.step(optimizer, model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.float64], ids=str
+)
 def test_ragged_batches_and_batch_normalisation_are_those_of_one_process(dtype):
     same_as_one_process(classify, 43, 10, dtype, sizes=(2, 3, 4), dtype=dtype)
 

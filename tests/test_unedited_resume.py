@@ -270,6 +270,7 @@ def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     assert_same_end(killed, alone)
 
 
+@pytest.mark.nightly
 def test_and_so_does_one_whose_batches_are_cut_into_virtual_shards(tmp_path) -> None:
     alone, killed = (
         place(tmp_path / "alone", MODULE_LEVEL),

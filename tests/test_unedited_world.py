@@ -289,7 +289,7 @@ def test_what_the_ranks_disagree_about_is_told(place: Place) -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "last"),
     [
-        ("sys.exit('no data')", 1, "no data"),
+        pytest.param("sys.exit('no data')", 1, "no data", marks=pytest.mark.nightly),
         ("torch.multiprocessing.spawn(print, nprocs=2)", 1, "Run it with one rank"),
         ("fails_on_rank_1()", 1, "OSError: only here"),
     ],
@@ -329,6 +329,7 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_no_depth_of_calls_asks_the_system_for_memory_again_and_again(place: Place) -> None:
     """As where the frames of calls go beyond a chunk of the interpreter's, which is then new."""
     script = place.script("""
@@ -355,6 +356,7 @@ def test_no_depth_of_calls_asks_the_system_for_memory_again_and_again(place: Pla
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_divided_call_imports_no_symbolic_shapes(place: Place) -> None:
     """They take a third of a second."""
     script = place.script("""

@@ -749,7 +749,17 @@ SABOTAGED_SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize(("sabotage", "n", "told"), SABOTAGED_CORES + SABOTAGED_SCRIPTS)
+AT_NIGHT = {"summed", "unsplit", "not_replicated", "shuffled_by_size"}
+"""Others by day have the same cause."""
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "n", "told"),
+    [
+        pytest.param(*case, marks=[nightly] * (case[0] in AT_NIGHT))
+        for case in SABOTAGED_CORES + SABOTAGED_SCRIPTS
+    ],
+)
 def test_sabotage_is_different_with_the_right_cause(sabotage, n, told, solo, tmp_path):
     report = judged(n, (sabotage,), solo(), tmp_path)
     assert report.verdict is Verdict.DIFFERENT
@@ -757,7 +767,7 @@ def test_sabotage_is_different_with_the_right_cause(sabotage, n, told, solo, tmp
     assert report.cause.startswith(told)
 
 
-@pytest.mark.parametrize("sabotage", ["unsynchronised_norm", "rank_statistics"])
+@pytest.mark.parametrize("sabotage", ["unsynchronised_norm", *at_night("rank_statistics")])
 def test_unsynchronised_batch_norm_is_different(sabotage, solo, tmp_path):
     report = judged(2, ("--norm", "--optimizer=Adam", sabotage), solo(*CHAOTIC), tmp_path)
     assert report.verdict is Verdict.DIFFERENT
@@ -768,7 +778,11 @@ def test_unsynchronised_batch_norm_is_different(sabotage, solo, tmp_path):
 SUMMED = "a sum taken for a mean: the gradient of step 1 is 1/2 of"
 SABOTAGED_LOSSES = [
     ("sum", SUMMED),
-    ("class_weights", "a sum or a weighted mean taken for a mean: in step 1 the ranks' losses"),
+    pytest.param(
+        "class_weights",
+        "a sum or a weighted mean taken for a mean: in step 1 the ranks' losses",
+        marks=nightly,
+    ),
     (
         "dropout_by_rank",
         "randomness by rank: the model draws random numbers (dropout, noise) in step 1",
