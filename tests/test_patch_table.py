@@ -82,6 +82,54 @@ def test_every_row_names_what_there_is_and_is_put_in_and_taken_out() -> None:
             assert inspect.unwrap(patched) is inspect.unwrap(plain), (owner, name)
 
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def is_taken(theirs: inspect.Signature, ours: inspect.Signature) -> bool:
+    """Whether a call by all positions, and one by as many keywords as there can be, mean the same
+    to both."""
+    wanted = list(theirs.parameters.values())
+    ways = [
+        ([each.name for each in wanted if each.kind in POSITIONAL], {}),
+        (
+            [each.name for each in wanted if each.kind is inspect.Parameter.POSITIONAL_ONLY],
+            {each.name: each.name for each in wanted if each.kind in KEYWORD},
+        ),
+    ]
+    for args, kwargs in ways:
+        try:
+            bound = ours.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        known = [name for name in bound.arguments if isinstance(bound.arguments[name], str)]
+        if any(bound.arguments[name] != name for name in known if name in theirs.parameters):
+            return False
+    return True
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_every_replacement_takes_what_it_replaces_takes() -> None:
+    """torch.autograd.grad's once refused `only_inputs`."""
+    compared, refused = 0, []
+    for patch in patch_table.PATCHES:
+        original = getattr(owner_of(patch), patch.name, None)
+        if patch.factory or original is None:
+            continue
+        try:
+            theirs = [*inspect.signature(original).parameters.values()]
+        except ValueError:  # some built-in functions have none
+            continue
+        _, *ours = inspect.signature(patch.replacement).parameters.values()
+        if isinstance(owner_of(patch), type) and ours[0].kind in POSITIONAL:  # self
+            theirs, ours = theirs[1:], ours[1:]
+        compared += 1
+        if not is_taken(inspect.Signature(theirs), inspect.Signature(ours)):
+            refused.append((patch.owner, patch.name))
+    assert not refused, f"{refused}"
+    assert compared > 100
+
+
 CLAIMS = {
     "horovod.torch:init": "it uses Horovod",
     "apex.parallel:DistributedDataParallel": "it uses Apex",

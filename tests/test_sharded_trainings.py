@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -603,6 +604,42 @@ def gradients_of_several_rows_at_once(log: Log) -> None:
             assert slopes.shape == (scores.shape[1], *x.shape)
             log.loss(slopes.square().sum())
         return loss + slopes.square().mean()
+
+    train(log, model, step)
+
+
+@sharded
+def gradients_with_every_argument(log: Log) -> None:
+    """As WGAN-GP asks for them."""
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        scores = model(x)
+        (slope,) = torch.autograd.grad(
+            outputs=scores,
+            inputs=x,
+            grad_outputs=torch.ones_like(scores),
+            retain_graph=True,
+            create_graph=True,
+            only_inputs=True,
+        )
+        (other, unused) = torch.autograd.grad(
+            scores.sum(), [x, torch.zeros((), requires_grad=True)], None, True, True, True, True
+        )
+        assert unused is None
+        loss = F.cross_entropy(scores, y) + slope.norm(dim=1).sub(1).square().mean()
+        (edge,) = torch.autograd.grad(loss, get_gradient_edge(x), retain_graph=True)
+        log.loss(edge.square().sum())
+        if torch.__version__ >= (2, 13):
+            named = dict(model.named_parameters())
+            for rows in (None, torch.ones(2, dtype=loss.dtype)):
+                batched = rows is not None
+                slopes = torch.autograd.grad(
+                    loss, named, rows, retain_graph=True, is_grads_batched=batched
+                )
+                log.loss(slopes["0.weight"].square().sum())
+        return loss + other.square().mean()
 
     train(log, model, step)
 

@@ -60,21 +60,21 @@ def opts_out(reason: str) -> Function:
     return answer
 
 
-def environ_getitem(original: Function, self: Any, name: str) -> Any:
+def environ_getitem(original: Function, self: Any, key: str) -> Any:
     """For os.environ[...]: a script that requires RANK was written for a launcher."""
-    if _is_masked(name):
-        _opt_out(f"it takes {name} for granted")
-    return original(self, name)
+    if _is_masked(key):
+        _opt_out(f"it takes {key} for granted")
+    return original(self, key)
 
 
-def environ_get(original: Function, self: Any, name: str, default: Any = None) -> Any:
+def environ_get(original: Function, self: Any, key: str, default: Any = None) -> Any:
     """For os.environ.get: a script that also runs without a launcher sees none."""
-    return default if _is_masked(name) else original(self, name, default)
+    return default if _is_masked(key) else original(self, key, default)
 
 
-def environ_contains(original: Function, self: Any, name: object) -> Any:
+def environ_contains(original: Function, self: Any, key: object) -> Any:
     """For `in os.environ`."""
-    return not _is_masked(name) and original(self, name)
+    return not _is_masked(key) and original(self, key)
 
 
 def _is_masked(name: object) -> bool:

@@ -63,8 +63,8 @@ def seed_everything(seed: int) -> None:
     after_import("torch", lambda module: module.manual_seed(seed))
 
 
-def random_bits(original: Function, bits: int) -> int:
-    """For the bits that numpy takes from the operating system to seed a generator.
+def random_bits(original: Function, k: int) -> int:
+    """For the k bits that numpy takes from the operating system to seed a generator.
 
     A function of the job's seed, of the process among those of its rank, and of the number of
     calls. Calls of a module that is being imported are counted by themselves, since another world
@@ -73,12 +73,12 @@ def random_bits(original: Function, bits: int) -> int:
     generator, which instep has seeded.
     """
     if is_thread_rank_local():
-        return random.getrandbits(bits)
+        return random.getrandbits(k)
     importing = _importing()
     parts = (_seed, current_process()._identity, importing, _calls[importing])
     _calls[importing] += 1
-    digest = shake_128(repr(parts).encode()).digest((bits + 7) // 8)
-    return int.from_bytes(digest, "little") >> -bits % 8
+    digest = shake_128(repr(parts).encode()).digest((k + 7) // 8)
+    return int.from_bytes(digest, "little") >> -k % 8
 
 
 def _importing() -> str:

@@ -261,17 +261,17 @@ def _uninterruptible() -> tuple[str, ...]:
 # ---------------------------------------------------------------- patches of unedited scripts
 
 
-def set_handler(original: Callable[..., Any], number: int, handler: Any) -> Any:
+def set_handler(original: Callable[..., Any], signalnum: int, handler: Any) -> Any:
     """signal.signal: the script's handler of SIGINT is called at the same point on every rank."""
     global _handler
     main = threading.current_thread() is threading.main_thread()
-    if number != signal.SIGINT or os.getpid() != _process or not main:
-        return original(number, handler)
+    if signalnum != signal.SIGINT or os.getpid() != _process or not main:
+        return original(signalnum, handler)
     before, _handler = _handler, handler
     return before
 
 
-def get_handler(original: Callable[..., Any], number: int) -> Any:
+def get_handler(original: Callable[..., Any], signalnum: int) -> Any:
     """signal.getsignal."""
-    handler = original(number)
+    handler = original(signalnum)
     return _handler if handler is _on_sigint else handler

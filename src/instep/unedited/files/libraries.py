@@ -280,10 +280,10 @@ def init_run(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs | disabled)
 
 
-def numpy_opener(original: Function, self: Any, extension: Any) -> Any:
-    """For numpy's table of openers, which holds the original `open`."""
-    found = original(self, extension)
-    return builtins.open if extension is None else found
+def numpy_opener(original: Function, self: Any, key: Any) -> Any:
+    """For numpy's table of openers by file extensions, which holds the original `open`."""
+    found = original(self, key)
+    return builtins.open if key is None else found
 
 
 def make_temporary(original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -80,10 +80,11 @@ def grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    only_inputs: bool = True,
     allow_unused: bool | None = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
-) -> tuple[Tensor | None, ...]:
+) -> Any:
     """torch.autograd.grad, which also takes outputs of sharded calls for inputs."""
     take = partial(
         grad_of_outputs,
@@ -91,6 +92,7 @@ def grad(
         outputs,
         inputs,
         create_graph=create_graph,
+        only_inputs=only_inputs,
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
@@ -100,17 +102,22 @@ def grad(
 
 
 def _grad_by_rows(
-    take: Callable[[Any, bool | None], tuple[Tensor | None, ...]],
-    grad_outputs: Any,
-    retain_graph: bool | None,
-) -> tuple[Tensor | None, ...]:
+    take: Callable[[Any, bool | None], Any], grad_outputs: Any, retain_graph: bool | None
+) -> Any:
     """`take(grad_outputs, retain_graph)` of each row of `grad_outputs`, stacked."""
     count = next(len(each) for each in find_tensors(grad_outputs))
     rows = [
         take(tree_map_only(Tensor, itemgetter(k), grad_outputs), k + 1 < count or retain_graph)
         for k in range(count)
     ]
-    return tuple(None if of[0] is None else torch.stack(of) for of in zip(*rows, strict=True))
+    if isinstance(rows[0], dict):
+        return {name: _stack([row[name] for row in rows]) for name in rows[0]}
+    return tuple(map(_stack, zip(*rows, strict=True)))
+
+
+def _stack(rows: Sequence[Tensor | None]) -> Tensor | None:
+    found = [row for row in rows if row is not None]
+    return torch.stack(found) if found else None
 
 
 def _compare_between_ranks(calls: list[CallGradients], transport: Transport) -> list[DriftCheck]:

@@ -141,9 +141,9 @@ def _output_of_shards(call: LayerCall) -> Tensor | None:
     return output
 
 
-def sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+def sync_batch_norm(original: Function, self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
     """torch.nn.SyncBatchNorm.forward: to the script there is one process, whose batch is whole."""
-    output: Tensor = BatchNorm.forward(module, x)
+    output: Tensor = BatchNorm.forward(self, input)
     return output
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.thread_channel import ThreadChannel
@@ -210,11 +211,14 @@ def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
 
 def grad_of_outputs(
     original: Function, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor | None, ...]:
+) -> Any:
     """As torch.autograd.grad, some of whose inputs may be outputs of sharded calls."""
+    if type(inputs) is dict:
+        found = grad_of_outputs(original, outputs, tuple(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
     args, kwargs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, (args, kwargs))
     outputs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, outputs)
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     own = [each.local if isinstance(each, ShardedOutput) else each for each in inputs]
     found = original(outputs, own, *args, **kwargs)
     return tuple(
