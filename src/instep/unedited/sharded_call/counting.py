@@ -13,6 +13,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
@@ -43,6 +44,8 @@ class CallCounts:
     def add_whole(self, call: BoundCall) -> None:
         """Count a call that every rank computes whole."""
         self.whole += 1
+        if call.is_on_accelerator:
+            note_whole_call(call.module)
         self._add_samples(count_batch(call, None))
 
     def _add_samples(self, rows: int) -> None:

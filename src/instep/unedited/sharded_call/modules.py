@@ -28,6 +28,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _IDLE_CALLS = 256
@@ -92,6 +93,8 @@ def _run_known_whole(
     if known.tuner is not None:
         known.tuner.count(known.elements, sharded=False)
         decision_counts.undecided += 1  # it will be timed again
+    if known.is_on_accelerator:
+        note_whole_call(module)
     call_state.inside = True
     try:
         if known.by_parts:

@@ -40,6 +40,7 @@ from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_co
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
+from instep.unedited.sharded_call.run.whole_state import note_moving
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
@@ -87,6 +88,8 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         entry.plan = None
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
+        if result.why_whole.startswith(CHANGES_PARAMETERS):
+            note_moving(call.module)
     elif tuner is not None:
         tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
     if entry.plan is not None and result.is_sharded:
@@ -261,7 +264,8 @@ def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool)
     if is_compiled(call.parts):
         return
     rows = count_batch(call, None) if torch.is_grad_enabled() else 0
-    known = WholeCall(rows, count_elements(call.leaves), tuner, by_parts)
+    elements = count_elements(call.leaves)
+    known = WholeCall(rows, elements, tuner, by_parts, call.is_on_accelerator)
     whole_calls.add(call.module, call.args, call.kwargs, known)
 
 

@@ -45,9 +45,8 @@ from instep.unedited.sharded_call.run.execution import (
     run_local,
     run_planned,
 )
-from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
-from instep.unedited.sharded_call.run.region import Region, tag_outputs
+from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
 from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     has_attributes_of,

@@ -32,8 +32,8 @@ from instep.unedited.sharded_call.plan.module_properties import is_compiled, lib
 from instep.unedited.sharded_call.plan.sharding_plan import Draw, OutputPlan
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Written, run_whole
-from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
+from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 from instep.unedited.sharded_call.shards.batch_sums import RowSums, SumLengths
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
@@ -245,3 +245,6 @@ class Reference:
 
 def _require_gradients(call: BoundCall) -> list[bool]:
     return [leaf.requires_grad for leaf in call.leaves if isinstance(leaf, Tensor)]
+
+
+# MISSING

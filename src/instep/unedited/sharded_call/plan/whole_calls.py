@@ -31,6 +31,7 @@ class WholeCall:
     """What has chosen it; None: they cannot be sharded."""
     by_parts: bool
     """Whether any of the module's parts may be sharded."""
+    is_on_accelerator: bool
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -22,6 +23,7 @@ from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
+from instep.unedited.sharded_call.run.whole_state import note_nested, whole_part_of_rank_0
 
 _callbacks: list[Callable[[], None]] = []
 
@@ -52,21 +54,25 @@ def backward(
     """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
     start_work()
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     if current_graph_task_id() != -1:  # nested
+        note_nested(roots)
         original(tensors, *rest)
         return
     start = start_backward()
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
     note_backward(is_summed=bool(calls))
+    whole_part = nullcontext() if create_graph else whole_part_of_rank_0(roots, inputs)
     if not calls:
-        original(tensors, *rest)
+        with whole_part:
+            original(tensors, *rest)
         end_backward(start)
         return
     transport = get_transport()
     finite = FiniteCheck(roots, calls[0].block, transport.rank)
-    with phase("backward"), reduce_in_buckets(roots, calls, overlap_group(transport), finite):
+    sums = reduce_in_buckets(roots, calls, overlap_group(transport), finite)
+    with phase("backward"), whole_part, sums:
         original(tensors, *rest)
     end_backward(start)
     # Not in the time of the backward, by which calls are tuned.

@@ -25,7 +25,6 @@ from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
-from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
     gather_from_region,
@@ -34,7 +33,7 @@ from instep.unedited.sharded_call.run.mappings import (
     scatter_to_region,
 )
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, TorchGeneratorStates
-from instep.unedited.sharded_call.run.region import Region, tag_outputs
+from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     as_plain,

@@ -16,8 +16,8 @@ from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
-from instep.unedited.sharded_call.run.grad_sums import CallGradients
-from instep.unedited.sharded_call.run.mappings import reduce_in_region
+from instep.unedited.sharded_call.run.grad_sums import CallGradients, is_alias
+from instep.unedited.sharded_call.run.mappings import is_region_input, reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
 from instep.unedited.sharded_call.shards.batch_sums import RowSums, over_all_rows, replaced_sums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -181,3 +181,40 @@ def find_regions(roots: Iterable[Tensor]) -> list[Region]:
 
     walk(roots, visit)
     return list(found)
+
+
+def find_whole_leaves(roots: Iterable[Any]) -> list[Tensor]:
+    """The leaves whose gradients every rank computes whole in a backward from these roots."""
+    found: list[Tensor] = []
+
+    def visit(node: Any) -> Iterable[Any]:
+        if (region := node.metadata.get(_TAG)) is not None:
+            return [x.grad_fn for x in region.inputs]
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        return () if is_alias(node) else next_nodes(node)
+
+    walk((root for root in roots if isinstance(root, Tensor)), visit)
+    return found
+
+
+def find_leaves(
+    outputs: Iterable[Any], start: int, inputs: Iterable[Any] = ()
+) -> list[Tensor] | None:
+    """The tensors that these were computed from, without `inputs` and those of a sharded call;
+    None if something is among them that was computed before `start`."""
+    found: dict[int, Tensor] | None = {}
+    ends = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
+
+    def visit(node: Any) -> Iterable[Any]:
+        nonlocal found
+        if is_alias(node) or is_region_input(node) or node in ends:
+            return ()
+        if found is not None and hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        elif node._sequence_nr() < start:
+            found = None
+        return () if found is None else next_nodes(node)
+
+    walk((out for out in outputs if isinstance(out, Tensor)), visit)
+    return None if found is None else list(found.values())

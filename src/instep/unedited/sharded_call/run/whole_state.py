@@ -1,0 +1,86 @@
+"""What every rank computes whole on an accelerator stays the same on all ranks, to the bit.
+
+Kernels of accelerators may add in another order each time. So after a backward, the gradients that
+every rank has computed whole, and what else the modules hold that were called whole, are those of
+rank 0: parameters would drift apart otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.collectives import broadcast_coalesced
+from instep.distributed.communication.rank_local import is_rank_local
+from instep.distributed.identity import torch_devices
+from instep.training.pytree import find_tensors
+from instep.unedited.sharded_call.run.region import find_whole_leaves
+
+_called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+"""The modules that were called whole since the last backward, in this order."""
+_moving: WeakSet[nn.Module] = WeakSet()
+"""Modules whose forward changes their parameters."""
+_of_nested: list[Tensor] = []
+"""The leaves of backwards that ran inside of the one under way, as of reentrant checkpoints."""
+
+
+def note_whole_call(module: nn.Module) -> None:
+    """Every rank calls this module, which is on an accelerator, whole."""
+    if module.training:
+        _called[module] = None
+
+
+def note_moving(module: nn.Module) -> None:
+    """A forward of this module changes its parameters."""
+    _moving.add(module)
+
+
+def note_nested(roots: Iterable[Any]) -> None:
+    """Inside of a backward, another one begins at these roots."""
+    if torch_devices.is_in_use():
+        _of_nested.extend(find_whole_leaves(roots))
+
+
+@contextmanager
+def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
+    """A backward from these roots runs inside, into the `.grad` of `inputs` if that is given. At
+    the end what every rank has computed whole is overwritten with rank 0's. Collective."""
+    if not torch_devices.is_in_use() or _is_of_one_rank():
+        yield
+        return
+    _of_nested.clear()
+    leaves = find_whole_leaves(roots)
+    yield
+    taken = {id(leaf): leaf for leaf in (*leaves, *_of_nested)}
+    _of_nested.clear()
+    if inputs is not None:
+        wanted = set(map(id, find_tensors(inputs)))
+        taken = {key: leaf for key, leaf in taken.items() if key in wanted}
+    state = chain.from_iterable(map(_state_of, list(_called)))
+    _called.clear()
+    tensors = [leaf.grad for leaf in taken.values()] + [x for x in state if id(x) not in taken]
+    found = {id(x): x for x in tensors if x is not None and _can_be_sent(x)}
+    if found:
+        broadcast_coalesced(list(found.values()))
+
+
+def _is_of_one_rank() -> bool:
+    return is_rank_local() or threading.current_thread() is not threading.main_thread()
+
+
+def _state_of(module: nn.Module) -> Iterator[Tensor]:
+    """What its whole call may have changed."""
+    yield from module.buffers()
+    if module in _moving:
+        yield from module.parameters()
+
+
+def _can_be_sent(tensor: Tensor) -> bool:
+    return not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_inference()
