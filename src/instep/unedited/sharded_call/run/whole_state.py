@@ -22,6 +22,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.identity import torch_devices
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import find_whole_leaves
+from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 
 _called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 """The modules that were called whole since the last backward, in this order."""
@@ -52,7 +53,7 @@ def note_nested(roots: Iterable[Any]) -> None:
 def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
     """A backward from these roots runs inside, into the `.grad` of `inputs` if that is given. At
     the end what every rank has computed whole is overwritten with rank 0's. Collective."""
-    if not torch_devices.is_in_use() or _is_of_one_rank():
+    if not torch_devices.is_in_use() or _cannot_communicate():
         yield
         return
     _of_nested.clear()
@@ -71,8 +72,10 @@ def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
         broadcast_coalesced(list(found.values()))
 
 
-def _is_of_one_rank() -> bool:
-    return is_rank_local() or threading.current_thread() is not threading.main_thread()
+def _cannot_communicate() -> bool:
+    """Whether this backward is this rank's own, or recorded for replays without Python."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_rank_local() or not is_main or torch_devices.is_capturing_graph()
 
 
 def _state_of(module: nn.Module) -> Iterator[Tensor]:
@@ -83,4 +86,5 @@ def _state_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
-    return not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_inference()
+    is_plain = tensor.layout is torch.strided and not is_subclass(tensor)
+    return is_plain and not tensor.is_cpu and not tensor.is_inference()
