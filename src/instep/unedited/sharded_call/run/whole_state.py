@@ -22,7 +22,6 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.identity import torch_devices
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import find_whole_leaves
-from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 
 _called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 """The modules that were called whole since the last backward, in this order."""
@@ -86,5 +85,5 @@ def _state_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not is_subclass(tensor)
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return is_plain and not tensor.is_cpu and not tensor.is_inference()
