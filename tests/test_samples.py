@@ -209,6 +209,57 @@ def test_digests_are_equal_for_equal_values():
     assert len({pack(value).checksum() for value in others}) == len(others)
 
 
+class ReducingItself(torch.Tensor):
+    def __reduce_ex__(self, proto):
+        untyped = self.untyped_storage()
+        typed = torch.TypedStorage(wrap_storage=untyped, dtype=self.dtype, _internal=True)
+        return _rebuild, (untyped, typed, self.shape)
+
+
+def _rebuild(untyped, typed, shape):
+    assert typed.dtype == torch.float32
+    return torch.tensor([]).set_(untyped, 0, shape).as_subclass(ReducingItself)
+
+
+def boxed(scale, dataset):
+    """A sample of tensors that are no plain ones; `dataset`: what else is in their memory."""
+    view = (torch.cat([dataset, torch.arange(6.0) * scale])[len(dataset) :]).view(2, 3)
+    named = view.as_subclass(Named)
+    named.canvas = (2, 3)
+    named.more = [torch.ones(2) * scale]
+    parameter = torch.nn.Parameter(view, requires_grad=False)
+    own = (torch.arange(3.0) * scale).as_subclass(ReducingItself)
+    return {"named": named, "in": [(parameter, named.t())], "own": own}
+
+
+def test_digests_of_subclasses_of_tensor_are_those_of_their_values():
+    checksums = [pack(boxed(1, torch.zeros(k))).checksum() for k in (1, 50)]
+    assert checksums[0] == checksums[1] != pack(boxed(2, torch.zeros(1))).checksum()
+    other = boxed(1, torch.zeros(1))
+    other["named"].canvas = (3, 2)
+    assert pack(other).checksum() != checksums[0]
+
+
+def test_subclasses_of_tensor_keep_class_and_attributes():
+    sample = boxed(1, torch.zeros(1000))
+    packed = pack(sample)
+    assert len(packed.memory) < 1000, "not the rest of the data set"
+    found = unpack(packed)
+    assert type(found["named"]) is Named
+    assert torch.equal(found["named"], sample["named"])
+    assert found["named"].canvas == (2, 3)
+    assert found["named"].more[0].tolist() == [1, 1]
+    found["named"].zero_()
+    parameter, transposed = found["in"][0]
+    assert type(parameter) is torch.nn.Parameter
+    assert not parameter.requires_grad
+    assert torch.equal(parameter, sample["in"][0][0])
+    assert type(transposed) is Named
+    assert torch.equal(transposed, sample["named"].t())
+    assert type(found["own"]) is ReducingItself
+    assert found["own"].tolist() == [0, 1, 2]
+
+
 def test_what_cannot_be_packed_says_why():
     with pytest.raises(CannotPackError, match="a tensor on meta"):
         pack([torch.ones(1, device="meta")])

@@ -42,6 +42,19 @@ unflatten_dense_tensors: Function = torch._utils._unflatten_dense_tensors
 """One flat tensor of several, and back."""
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many references a storage has, by the address in its `_cdata`."""
+
+
+def untyped_storage_of(storage: Any) -> torch.UntypedStorage:
+    """The storage that a typed one wraps, without the warning of its public method."""
+    untyped: torch.UntypedStorage = getattr(storage, "_untyped_storage", storage)
+    return untyped
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """A typed storage that wraps this one, without a warning."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
 neg_view = torch._neg_view
 assert_async = torch._assert_async
 """An assertion on a device, for which the host does not wait."""
