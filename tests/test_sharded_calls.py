@@ -387,6 +387,114 @@ def test_a_small_error_of_a_gradient_is_an_error_unless_another_rounding_has_non
         assert ("its gradients are not those of the whole batch" in log.getvalue()) is always
 
 
+class FalseInPart(nn.Module):
+    """The gradient of a parameter is another for a part of the batch."""
+
+    def __init__(self, model: nn.Module, name: str, error: float, numel: int) -> None:
+        super().__init__()
+        self.model, self.name, self.error, self.numel = model, name, error, numel
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1 + self.error * (x.numel() < self.numel)
+        other = ScaledGradient.apply(self.model.get_parameter(self.name), factor)
+        result: Tensor = torch.func.functional_call(self.model, {self.name: other}, (x,))
+        return result
+
+
+class MeanOfPositions(nn.Module):
+    """Sums of many terms, in the gradient of a norm's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(x).mean(1))
+        return result
+
+
+def bias_before_norm() -> tuple[nn.Module, Tensor]:
+    """The gradient of a bias that changes nothing is zero but for the rounding of its terms."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, 24, 3, padding=1)
+    model = nn.Sequential(convolution, nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2))
+    return model, F.pad(torch.rand(100, 1, 8, 24), (3, 21))
+
+
+def in_half_precision() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return MeanOfPositions().to(torch.bfloat16), torch.randn(96, 16, 64, dtype=torch.bfloat16)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [bias_before_norm, in_half_precision])
+def test_a_long_sum_may_be_as_far_off_as_it_is_from_a_sum_of_two(make: Any) -> None:
+    model, x = make()
+    with sharding() as log:
+        model(x)
+    assert (modules.call_counts.sharded, log.getvalue()) == (1, "")
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("make", "name", "error"),
+    [(bias_before_norm, "1.weight", 1e-2), (in_half_precision, "head.bias", 0.15)],
+)
+def test_beside_a_long_sum_other_gradients_must_be_the_same(
+    make: Any, name: str, error: float
+) -> None:
+    model, x = make()
+    refused(FalseInPart(model, name, error, x.numel()), x, "gradients are not those")
+
+
+class SquaredGradient(torch.autograd.Function):
+    """The identity, whose backward is not linear."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * (1 + 1e-2 * grad.abs())
+
+
+class HasSquaredGradient(HasSmallErrors):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = SquaredGradient.apply(super().forward(x))
+        return result.expand(-1, 4) * 1
+
+
+@ranks(2)
+def test_a_backward_that_is_not_linear_is_not_taken_for_rounding() -> None:
+    refused(HasSquaredGradient(always=True), torch.randn(6, 1), "gradients are not those")
+
+
+class RunsOnce(torch.autograd.Function):
+    """The identity, whose backward cannot run again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = [x]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.kept.pop()
+        return grad
+
+
+class HasSmallErrorsOnce(HasSmallErrors):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = RunsOnce.apply(super().forward(x))
+        return result
+
+
+@ranks(2)
+def test_a_backward_that_runs_only_once_is_not_taken_for_rounding() -> None:
+    refused(HasSmallErrorsOnce(always=True), torch.randn(6, 1), "gradients are not those")
+
+
 class HasSmallTerm(nn.Linear):
     """A loss beside many outputs, and a term of it that is not a sum over rows."""
 

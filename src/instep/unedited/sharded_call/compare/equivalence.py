@@ -163,6 +163,9 @@ def _has_learned(
     if on_any_rank(reference.in_doubt, transport):
         reference.measure_noise(call)
         return True
+    if on_any_rank(reference.sums_in_doubt, transport):
+        reference.measure_sums(call)
+        return True
     if not reference.flips and on_any_rank(reference.may_flip, transport):
         reference.flips = _is_same_in_another_rounding(call, division, reference, group)
         return reference.flips
@@ -385,10 +388,7 @@ def _has_foreign_leaf(
     outputs: Sequence[Any], start: int, call: BoundCall, reference: Reference
 ) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
-    argument nor a parameter of the module, nor made by the forward.
-
-    The forward makes another tensor each time.
-    """
+    argument nor a parameter of the module, nor made by the forward, another one each time."""
     leaves = find_leaves(outputs, start)
     if not leaves:
         return leaves is None

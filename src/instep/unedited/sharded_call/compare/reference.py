@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from instep.unedited.sharded_call.compare.rounding import (
     MAX_ERROR,
     MAX_GRADIENT_ERROR,
     PERTURBATIONS,
+    SUM_FACTOR,
     Products,
     VectorJacobianProducts,
     allowed_error,
     gradient_errors,
     gradient_tolerance,
+    max_sum_error,
     output_tolerance,
     perturbed,
     relative_error,
@@ -112,6 +114,10 @@ class Reference:
         """The shapes of what it draws, where they were asked for."""
         self.in_doubt = False
         """Whether a sharded call was so near that rounding may be what separates them."""
+        self.sum_errors: list[float] | None = None
+        """How far each gradient is from a sum of two, once that is measured; empty: not known."""
+        self.sums_in_doubt = False
+        """Whether it has not been measured and may be what separates gradients."""
         self.may_flip = False
         """Whether gradients differ by more than rounding explains, and by no more than units that
         flip would."""
@@ -198,6 +204,14 @@ class Reference:
         with observed(is_silent=True):
             self.noise, self.in_doubt = Noise(call, self), False
 
+    def measure_sums(self, call: BoundCall) -> None:
+        """Find how much of a difference of gradients the rounding of sums can explain."""
+        assert self.vjp is not None
+        self.before.restore()
+        self.sum_errors, self.sums_in_doubt = [], False
+        with observed(is_silent=True), suppress(Exception):  # of a backward that runs only once
+            self.sum_errors = self.vjp.sum_errors(leaves_of(run_whole(call)), self.gradients)
+
     def matches_output(self, k: int, joined: Tensor) -> bool:
         """Whether these rows are those of its `k`-th output."""
         out = self.outputs[k]
@@ -228,13 +242,23 @@ class Reference:
         # For another rounding another unit flips: it moves other gradients, by as much at most.
         largest = min(max(noises, default=0.0), MAX_GRADIENT_ERROR)
         limit = max(gradient_tolerance(outputs, flips=self.flips), largest)
+        of_sums = self._allowed_by_sums(outputs, len(errors))
         close = [
-            self._is_close(error, limit, noise, MAX_GRADIENT_ERROR)
-            for error, noise in zip(errors, noises, strict=True)
+            error <= allowed or self._is_close(error, limit, noise, MAX_GRADIENT_ERROR)
+            for error, noise, allowed in zip(errors, noises, of_sums, strict=True)
         ]
+        may_be_sums = max(errors, default=0.0) <= max_sum_error(outputs) and not all(close)
+        self.sums_in_doubt = self.sum_errors is None and may_be_sums
         is_near = max(errors, default=0.0) <= FLIPPED_GRADIENT
         self.may_flip = self.noise is not None and is_near and not all(close)
         return all(close)
+
+    def _allowed_by_sums(self, outputs: Sequence[Any], count: int) -> list[float]:
+        """How far each gradient may be off by the rounding of sums, as far as that is known."""
+        most = max_sum_error(outputs)
+        if not self.sum_errors or not all(error <= most for error in self.sum_errors):
+            return [0.0] * count
+        return [min(SUM_FACTOR * error, most) for error in self.sum_errors]
 
     def _is_close(self, error: float, limit: float, noise: float, max_error: float) -> bool:
         if error <= allowed_error(limit, noise, max_error):

@@ -3,7 +3,11 @@
 Layers that divide by the spread of nearly equal numbers, and units that are on for one rounding and
 off for another, enlarge rounding: in one process as much as in a sharded call. So where a
 comparison fails narrowly, the tolerance is widened by how far a call is from itself when its
-parameters are one rounding error away (`perturbed`).
+parameters are one rounding error away (`perturbed`). Another reason are sums of many terms: in a
+low precision, or where the terms cancel, as in the gradient of a bias in front of a batch
+normalisation. Parameters one rounding error away leave the order of a sum as it is, and what it
+rounds, so there the tolerance is widened by how far a gradient is from a sum of two
+(`VectorJacobianProducts.sum_errors`).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +36,8 @@ NOISE_FACTOR = 10.0
 MAX_ERROR = 1e-2
 """Larger differences of outputs and buffers do not count as rounding."""
 MAX_GRADIENT_ERROR = 1e-1
+SUM_FACTOR = 2.0
+"""A gradient may be this many times as far off as the whole call's is from a sum of two."""
 _SMALL = 1e-2
 """Of the norm of all gradients: smaller ones are measured by this."""
 
@@ -89,6 +95,12 @@ def gradient_tolerance(outputs: Sequence[Any], *, flips: bool) -> float:
     dtypes = [_computed_in(x.dtype, x.device.type) for x in outputs if isinstance(x, Tensor)]
     limit = max((_GRADIENT_ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return max(limit, FLIPPED_GRADIENT) if flips else limit
+
+
+def max_sum_error(outputs: Sequence[Any]) -> float:
+    """How far gradients of these outputs may differ by the rounding of sums; what differs by more
+    may be a backward that is not linear."""
+    return max(MAX_GRADIENT_ERROR, 5 * gradient_tolerance(outputs, flips=False))
 
 
 def allowed_error(limit: float, noise: float, max_error: float) -> float:
@@ -162,6 +174,18 @@ def _ratio(difference: float, size: float) -> float:
     return (difference / size if size else math.inf) if difference else 0.0
 
 
+def _half(cotangent: Tensor, generator: torch.Generator) -> Tensor:
+    """About half of the elements, and zeros; of a scalar a third of it."""
+    if not cotangent.dim():
+        return cotangent / 3
+    mask = torch.rand(cotangent.shape, generator=generator, device="cpu") < 0.5
+    return cotangent.where(mask.to(cotangent.device), torch.zeros_like(cotangent))
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if one is None or other is None else one + other
+
+
 Products = list[list[Tensor | None]]
 """For each product the gradients of its targets."""
 
@@ -208,6 +232,37 @@ class VectorJacobianProducts:
         inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
         targets = list({id(t): t for t in (*parameters, *inputs)}.values())
         return cls(tuple(each for each in (of_others, of_scalars) if each), targets)
+
+    def sum_errors(self, outputs: Sequence[Any], expected: Products) -> list[float]:
+        """How far each gradient is from the sum of those through one half of the outputs' elements
+        and through the other. By rounding alone; empty where the backward is not linear."""
+        if not self._is_linear(outputs, expected):
+            return []
+        found = []
+        for seed in range(PERTURBATIONS):
+            generator = torch.Generator().manual_seed(seed)
+            ones = [
+                {k: _half(cotangent, generator) for k, cotangent in product.items()}
+                for product in self.cotangents
+            ]
+            others = [
+                {k: cotangent - one[k] for k, cotangent in product.items()}
+                for product, one in zip(self.cotangents, ones, strict=True)
+            ]
+            pairs = zip(self._through(ones, outputs), self._through(others, outputs), strict=True)
+            found.append(gradient_errors([list(map(_add, *pair)) for pair in pairs], expected))
+        return list(map(max, zip(*found, strict=True)))
+
+    def _is_linear(self, outputs: Sequence[Any], expected: Products) -> bool:
+        """Whether half of the outputs' gradients gives half of these, which rounds nothing."""
+        halves = [{k: cotangent / 2 for k, cotangent in each.items()} for each in self.cotangents]
+        found = self._through(halves, outputs)
+        doubled = [list(map(_add, product, product)) for product in found]
+        limit = gradient_tolerance(outputs, flips=False)
+        return all(error <= limit for error in gradient_errors(doubled, expected))
+
+    def _through(self, cotangents: Sequence[dict[int, Tensor]], outputs: Sequence[Any]) -> Products:
+        return replace(self, cotangents=tuple(cotangents)).grads(outputs)
 
     def grads(self, outputs: Sequence[Any], *, keep_graph: bool = True) -> Products:
         """The gradients of the targets through these outputs."""
