@@ -910,9 +910,10 @@ def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
 
 
 @ranks(2)
-def test_what_fails_for_some_rows_is_reported_with_its_exception() -> None:
+def test_what_fails_for_some_rows_is_reported_with_its_exception_for_one_size() -> None:
     with sharding() as log:
-        nn.Linear(6, 3)(torch.randn(6))  # no batch, but one sample
+        for size in (6, 10):
+            nn.Linear(size, 3)(torch.randn(size))  # no batch, but one sample
     if instep.rank == 0:
         assert log.getvalue() == (
             "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
@@ -1140,7 +1141,7 @@ def test_after_some_that_were_found_whole_others_like_them_are_not_compared() ->
             model(x).sum().backward()
         assert modules.call_counts.sharded == 1
         if instep.rank == 0:
-            assert log.getvalue().count("SumsRows whole") == 2  # by the shape of its output
+            assert log.getvalue().count("SumsRows whole") == 1  # whatever the shape of its output
     assert compared == [made[0], *made[:4], *others]
 
 

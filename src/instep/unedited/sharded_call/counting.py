@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +75,14 @@ def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
 def report_whole(module: nn.Module, why: str) -> None:
     """Print one line, once, on rank 0: what is not sharded, and why.
 
-    That the batch is too small is not repeated for each part of what is computed whole anyway.
+    It is not repeated for other sizes of a batch. That the batch is too small is not repeated for
+    each part of what is computed whole anyway.
     """
     name = type(module).__name__
-    if (name, why) in _reported or (call_state.whole_depth and why == FEW_ROWS):
+    kind = (name, re.sub(r"\d+", "", why))
+    if kind in _reported or (call_state.whole_depth and why == FEW_ROWS):
         return
-    _reported.add((name, why))
+    _reported.add(kind)
     group = ShardGroup.of(get_transport())
     if group.transport.rank == 0:
         separator = " " if why.startswith("where ") else ": "
