@@ -260,6 +260,30 @@ for x, y in loader:
     optimizer.step()
 """
 )
+GRAPH = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+x = torch.randn(300, 16, device="cuda")
+edges = torch.randint(300, (2, 1501), device="cuda")
+y = torch.randint(4, (300,), device="cuda")
+class Layer(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.own, self.others = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
+    def forward(self, x, edges):
+        sums = torch.zeros_like(x).index_add_(0, edges[1], x[edges[0]])
+        return self.own(x) + self.others(sums)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Layer(16, 32), Layer(32, 4)
+    def forward(self, x, edges):
+        x = F.dropout(self.first(x, edges).tanh(), 0.2, self.training)
+        return self.last(x, edges)
+"""
 SCRIPTS = {
     "float32, with TF32": IMAGES
     + """
@@ -312,6 +336,51 @@ for batch in words.cuda():
     optimizer.zero_grad()
     F.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
     optimizer.step()
+""",
+    "messages between the rows": GRAPH
+    + """
+net = Model().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+for step in range(12):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x, edges), y)
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.3f}")
+""",
+    "messages between the rows, compiled": GRAPH
+    + """
+net = torch.compile(Model().cuda())
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+for step in range(12):
+    optimizer.zero_grad()
+    F.cross_entropy(net(x, edges), y).backward()
+    optimizer.step()
+""",
+    "bags of words": """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(200, 32, mode="mean"), nn.Linear(32, 2)
+    def forward(self, words, offsets):
+        return self.head(self.bags(words, offsets).tanh())
+net = Model().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(24):
+    lengths = torch.randint(1, 9, (40,))
+    words = torch.randint(200, (int(lengths.sum()),))
+    offsets = lengths.cumsum(0) - lengths
+    labels = (words[offsets] > 100).long()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(words.cuda(), offsets.cuda()), labels.cuda())
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.3f}")
 """,
     "compiled": COMPILED.replace("MODE", "default"),
     "compiled to graphs": COMPILED.replace("MODE", "reduce-overhead"),

@@ -100,6 +100,24 @@ def is_in_forward_ad() -> bool:
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation."""
+
+
+class OperationMode(TorchDispatchMode):
+    """The same, without the import of torch.compile at its first use, which takes a second."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """The modes that see operations on this thread now."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 """The modes that intercept torch's functions now."""
 profiler_enabled = torch.autograd._profiler_enabled

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -16,16 +17,22 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, use_transport
 from instep.unedited.errors import MismatchError, ShardedCallError
+from instep.unedited.sharded_call.shards.index_checks import IndexChecks
 
 T = TypeVar("T")
 
 
-def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T | None, str]:
-    """The result of `action`, if it returns on all ranks; else None and why not. Collective."""
+def attempt(
+    action: Callable[[Transport], T], transport: Transport, *, checks_indices: bool = False
+) -> tuple[T | None, str]:
+    """The result of `action`, if it returns on all ranks; else None and why not. Collective.
+
+    `checks_indices`: whether an index out of range may end the process instead of raising an error.
+    """
     checked: Any = CheckedTransport(transport)  # a Transport by its __getattr__
     result, why = None, ""
     try:
-        with use_transport(checked):
+        with use_transport(checked), IndexChecks() if checks_indices else nullcontext():
             result = action(checked)
     except MismatchError as mismatch:
         return None, str(mismatch)

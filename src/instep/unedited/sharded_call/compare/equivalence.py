@@ -4,9 +4,10 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,11 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.zeroed_arguments import (
+    keep_beginnings,
+    keep_half,
+    zeroed,
+)
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
@@ -148,6 +154,7 @@ def _attempt(
         return attempt(
             lambda checked: _compare(call, division, reference, replace(group, transport=checked)),
             group.transport,
+            checks_indices=call.is_on_accelerator,
         )
 
 
@@ -191,18 +198,24 @@ def _compare(
     call: BoundCall, division: Division, reference: Reference, group: ShardGroup
 ) -> tuple[ShardingPlan, list[Any]]:
     """Run the call with this division. Raises ShardedCallError if it is not the same."""
+    run = partial(
+        run_local,
+        call,
+        division,
+        group,
+        is_random=reference.is_random,
+        row_dims=DrawRowDims(reference.drawn),
+        stored=reference.stored or (),
+        sums=reference.sums,
+    )
+    compiles = is_compiled(call.parts)  # which logs what it compiles
+    if compiles and call.is_on_accelerator:
+        with torch.compiler.set_stance("force_eager"):  # of what is fused no indices are seen
+            run()
+        reference.before.restore()
     start = next_sequence_number()
     with observed(is_silent=True) as effects:
-        region, local, structure = run_local(
-            call,
-            division,
-            group,
-            is_random=reference.is_random,
-            row_dims=DrawRowDims(reference.drawn),
-            stored=reference.stored or (),
-            sums=reference.sums,
-        )
-    compiles = is_compiled(call.parts)  # which logs what it compiles
+        region, local, structure = run()
     if effects.description == "its forward prints" and not compiles:
         raise ShardedCallError(f"{effects.description} for a part of the batch")
     if structure != reference.structure:
@@ -275,9 +288,9 @@ def _holds_for_others(
     the whole forward refuses that, the ends of its rows.
     """
     generator, before = torch.Generator().manual_seed(0), reference.before
-    for kept in (_half, _beginnings):
+    for kept in (keep_half, keep_beginnings):
         leaves = [
-            _zeroed(leaf, dim, kept, generator)
+            zeroed(leaf, dim, kept, generator)
             for leaf, dim in zip(call.leaves, plan.division.dims, strict=True)
         ]
         other = call.with_leaves(leaves)
@@ -286,7 +299,7 @@ def _holds_for_others(
             wholes, structure = flatten(_values_of(other, reference))
             break
         except Exception:  # of the script's forward
-            if kept is _beginnings:
+            if kept is keep_beginnings:
                 raise
     before.restore()
     region, local, local_structure = run_planned(other, plan, group)
@@ -305,33 +318,6 @@ def _values_of(call: BoundCall, reference: Reference) -> Any:
             return run_whole(call)
         reference.before.restore()
     return run_whole(call)
-
-
-Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
-
-
-def _zeroed(leaf: Any, dim: int | None, kept: Kept, generator: torch.Generator) -> Any:
-    if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
-        return leaf
-    mask = kept(leaf.shape, dim, generator).to(leaf.device)
-    return leaf.where(mask, torch.zeros_like(leaf))
-
-
-def _half(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
-    """True for about half of the elements."""
-    return torch.rand(shape, generator=generator, device="cpu") < 0.5
-
-
-def _beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
-    """True for at least one element from the beginning of each row of the batch dimension `dim`."""
-    others = [k for k in range(len(shape)) if k != dim]
-    if not others:
-        return torch.tensor(True, device="cpu")
-    length, along = shape[others[0]], others[0]
-    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator, device="cpu")
-    of_rows, of_elements = [1] * len(shape), [1] * len(shape)
-    of_rows[dim], of_elements[along] = -1, -1
-    return torch.arange(length, device="cpu").view(of_elements) < lengths.view(of_rows)
 
 
 def _plan_output(

@@ -42,6 +42,7 @@ def run_watched(
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
             group.transport,
+            checks_indices=call.is_on_accelerator,
         )
     if found is not None:
         planned, output = found

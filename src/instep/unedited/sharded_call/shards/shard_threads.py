@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import function_mode_stack
+from instep.process.torch_private import dispatch_mode_stack, function_mode_stack
+from instep.unedited.sharded_call.shards.index_checks import IndexChecks
 
 T = TypeVar("T")
 Joint = Callable[[Sequence[Any]], Sequence[Any]]
@@ -178,7 +179,8 @@ class _ThreadState:
         self._threads = torch.get_num_threads()
         self._grad_mode = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._modes = function_mode_stack()
+        checks = [mode for mode in dispatch_mode_stack() if isinstance(mode, IndexChecks)]
+        self._modes = [*function_mode_stack(), *checks]
         self._autocasts = [
             (device, torch.get_autocast_dtype(device))
             for device in _autocast_devices()
