@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal
 
 import instep
 from instep.errors import CapturedStepError, ShardedCallError
@@ -197,6 +199,55 @@ def test_what_was_computed_before_a_call_is_not_released_with_its_graph() -> Non
         patch.setattr(BoundCall, "is_on_accelerator", True)
         model(torch.randn(6, 4)).sum().backward()
     assert model.weight.grad is not None
+
+
+class Adding(Counting):
+    """Adds what was computed from its argument or its parameter before the call."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Any:
+        return super().forward(x) + other
+
+
+@pytest.mark.parametrize("couples", [False, True])
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_on_an_accelerator_an_argument_keeps_the_graph_by_which_it_was_computed(
+    couples: bool, of_parameter: bool
+) -> None:
+    assert run(2, graphs_before_a_call, couples, of_parameter) == [{0}] * 2
+
+
+def graphs_before_a_call(couples: bool, of_parameter: bool) -> set[int]:
+    """How many graphs of a trial were alive at each forward of it."""
+    model, before = Adding(couples=couples), nn.Linear(5, 4)
+    given = torch.randn(6, 5)
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        x = before(given).sin()
+        other = model.weight.square().sum(1) if of_parameter else x[:, :3].square()
+        y = model(x, other.expand(6, 3))
+        return list(torch.autograd.grad(y.square().sum(), [*before.parameters(), model.weight]))
+
+    whole = gradients()
+    alive.clear()
+    at_start.clear()
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundCall, "is_on_accelerator", True)
+        found = gradients()
+    assert (modules.call_counts.sharded > 1) != couples
+    torch.testing.assert_close(found, whole)
+    return set(at_start)
+
+
+@ranks(2)
+def test_on_an_accelerator_a_cached_weight_keeps_the_graph_by_which_it_was_computed() -> None:
+    for layer in (nn.Linear(4, 4), Counting(couples=True)):
+        model = nn.Sequential(orthogonal(nn.Linear(4, 4)), layer)
+        with sharding(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoundCall, "is_on_accelerator", True)
+            with parametrize.cached():
+                model(torch.randn(6, 4)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
 
 
 @ranks(2)

@@ -160,20 +160,23 @@ class Reference:
     def compute_gradients(self, call: BoundCall) -> None:
         """Compute its gradients now, while what autograd has saved is as it was.
 
-        On an accelerator that is released with them: a script may fill the memory of its device
-        with one forward, beside which a sharded one would find no room.
+        On an accelerator nothing refers to its graph any more after that: a script may fill the
+        memory of its device with one forward, beside which a sharded one would find no room.
+        Autograd must not free it, for the script may have parts of it: the way from a parameter or
+        another argument to an argument, or a weight that torch.nn.utils.parametrize.cached keeps.
         """
         if self.vjp is not None:
             return
         self.vjp = VectorJacobianProducts.of(call, self.outputs)
-        # What was computed before belongs to the script, which needs it once more.
         if not (self._can_release and self.vjp.cotangents) or self.uses_older(call):
             self.gradients = self.vjp.grads(self.outputs)
             return
         self._leaves = self.leaves()
-        self.gradients = self.vjp.grads(self.outputs, keep_graph=False)
-        self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
-        self.value = None
+        try:
+            self.gradients = self.vjp.grads(self.outputs)
+        finally:
+            self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
+            self.value = None
 
     @property
     def is_released(self) -> bool:

@@ -271,11 +271,12 @@ class VectorJacobianProducts:
             self._grads(outputs, each, keep_graph=keep_graph or k < last)
             for k, each in enumerate(self.cotangents)
         ]
+    def grads(self, outputs: Sequence[Any]) -> Products:
+        """The gradients of the targets through these outputs, whose graph is kept."""
+        return [self._grads(outputs, each) for each in self.cotangents]
 
-    def _grads(
-        self, outputs: Sequence[Any], cotangents: dict[int, Tensor], *, keep_graph: bool
-    ) -> list[Tensor | None]:
-        create_graph, allow_unused = False, True
+    def _grads(self, outputs: Sequence[Any], cotangents: dict[int, Tensor]) -> list[Tensor | None]:
+        keep_graph, create_graph, allow_unused = True, False, True
         with warnings.catch_warnings(), _without_hooks(self.targets):
             # Said where the first work of autograd's thread for a GPU is a product of matrices.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
