@@ -25,9 +25,8 @@ def claimed():
 @pytest.fixture
 def launched(monkeypatch):
     monkeypatch.setattr(launcher_env, "masked", {})
-    for name in [*os.environ]:
-        if launchers.is_launcher_variable(name):
-            monkeypatch.delenv(name)
+    for name in [*filter(launchers.is_launcher_variable, os.environ)]:
+        monkeypatch.delenv(name)
     said = {"RANK": "1", "WORLD_SIZE": "2", launchers.STORE_FD: "9"}
     for name, value in said.items():
         monkeypatch.setenv(name, value)
@@ -43,6 +42,38 @@ def test_the_launchers_variables_are_hidden_and_shown_again(launched):
     del before[launchers.STORE_FD]  # what it named is not there any more
     assert dict(os.environ) == before
     assert launcher_env.masked == {}
+
+
+MPI_SETTINGS = {
+    "OMPI_MCA_plm_rsh_agent": "",  # without ssh no process can start Open MPI 4 without it
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "PMIX_MCA_gds": "hash",
+}
+
+
+def test_what_a_user_sets_for_mpi_is_not_hidden(launched, monkeypatch):
+    own = MPI_SETTINGS | {"OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_orte_tmpdir_base": "/t"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    launcher_env.mask()
+    assert own.items() <= os.environ.items()
+    launcher_env.restore()
+
+
+def test_what_mpirun_sets_for_its_ranks_is_hidden_beside_what_a_user_sets(launched, monkeypatch):
+    of_mpirun = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_ess": "^singleton",
+        "OMPI_MCA_orte_hnp_uri": "551092224.0;tcp://192.0.2.2:46093",
+        "OMPI_MCA_pmix": "^s1,s2,cray,isolated",
+        "PMIX_NAMESPACE": "551092225",
+    }
+    for name, value in (of_mpirun | MPI_SETTINGS).items():
+        monkeypatch.setenv(name, value)
+    launcher_env.mask()
+    assert MPI_SETTINGS.items() <= os.environ.items()
+    assert launcher_env.masked == launched | of_mpirun
+    launcher_env.restore()
 
 
 def asks(seam, *args):

@@ -36,7 +36,9 @@ def rank_environment(
     store_fd: int | None,
 ) -> dict[str, str]:
     """The user's environment for one rank of this host, without an outer launcher's variables."""
-    kept = {name: value for name, value in environ.items() if not is_launcher_variable(name)}
+    kept = {
+        name: value for name, value in environ.items() if not is_launcher_variable(name, environ)
+    }
     here = job_info.sizes[job_info.node]
     threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:

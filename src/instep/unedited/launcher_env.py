@@ -22,9 +22,8 @@ def mask() -> None:
 
     The job's name stays, because `instep run` finds by it what the script leaves behind.
     """
-    for name in [*os.environ]:
-        if launchers.is_launcher_variable(name):
-            masked[name] = os.environ.pop(name)
+    for name in [*filter(launchers.is_launcher_variable, os.environ)]:
+        masked[name] = os.environ.pop(name)
 
 
 def restore() -> None:

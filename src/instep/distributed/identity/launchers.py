@@ -210,13 +210,26 @@ _NAMES = frozenset(
     }
 )
 """Variables that launchers set for their ranks, beyond those in the table."""
+_MPI_SETTINGS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_")
+"""Among these, those of the MPI library, which users set for any process with MPI: a library of the
+script may start MPI, and the script `mpirun`."""
+_MPI_SETTINGS_OF_RANKS = (
+    *("OMPI_MCA_ess", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe", "OMPI_MCA_orte_"),
+    *("OMPI_MCA_pmix", "OMPI_MCA_shmem_RUNTIME_QUERY_hint"),
+)
+"""Of which a launcher sets these for its ranks."""
+_OF_RANKS_WITH_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "SLURM_STEP_ID"}
 
 
-def is_launcher_variable(name: str) -> bool:
-    """Whether a launcher sets this variable for a rank's numbers or endpoint.
+def is_launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has set this variable of `environ` for a rank's numbers or endpoint.
 
     The name of the job is none of them: `instep run` finds the processes of its ranks by it.
     """
+    if name.startswith(_MPI_SETTINGS):
+        return name.startswith(_MPI_SETTINGS_OF_RANKS) and any(
+            each in environ for each in _OF_RANKS_WITH_MPI
+        )
     read = name != JOB and any(name in row.variables for row in LAUNCHERS)
     return read or name in _NAMES or name.startswith(_PREFIXES)
 

@@ -169,7 +169,7 @@ class _Standby:
 
 def _lasting_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of a rank that all attempts have in common."""
-    lasting = {name: environ[name] for name in environ if not is_launcher_variable(name)}
+    lasting = {name: environ[name] for name in environ if not is_launcher_variable(name, environ)}
     del lasting[JOB]
     return lasting | {name: os.environ[name] for name in (JOB,) if name in os.environ}
 
