@@ -264,13 +264,6 @@ class VectorJacobianProducts:
     def _through(self, cotangents: Sequence[dict[int, Tensor]], outputs: Sequence[Any]) -> Products:
         return replace(self, cotangents=tuple(cotangents)).grads(outputs)
 
-    def grads(self, outputs: Sequence[Any], *, keep_graph: bool = True) -> Products:
-        """The gradients of the targets through these outputs."""
-        last = len(self.cotangents) - 1
-        return [
-            self._grads(outputs, each, keep_graph=keep_graph or k < last)
-            for k, each in enumerate(self.cotangents)
-        ]
     def grads(self, outputs: Sequence[Any]) -> Products:
         """The gradients of the targets through these outputs, whose graph is kept."""
         return [self._grads(outputs, each) for each in self.cotangents]
