@@ -3,6 +3,7 @@ time: parameters and buffers stay the same on all ranks, to the bit."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,8 +54,10 @@ class Coupled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.lerp_(rounded(x.detach().mean(0)), 0.1)
-        out: Tensor = Rounding.apply(F.linear(x.cumsum(0), self.weight))
-        return out / 10
+        out = F.linear(x.cumsum(0), self.weight) / 10
+        if not torch.compiler.is_compiling():
+            out = Rounding.apply(out)
+        return out
 
 
 class Following(Coupled):
@@ -72,7 +75,7 @@ def trained(model: nn.Module, step: Callable[[nn.Module, Tensor], None]) -> None
     model.double().to(pool.device())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with sharding():
-        for _ in range(3):
+        for _ in range(6):
             optimizer.zero_grad()
             rows = torch.randn(8, 6, generator=generator, dtype=torch.float64, device="cpu")
             step(model, rows.to(pool.device()))
@@ -105,6 +108,15 @@ def recomputed(model: nn.Module, x: Tensor) -> None:
     last(hidden).square().mean().backward()
 
 
+@functools.cache
+def compiled_once(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def compiled(model: nn.Module, x: Tensor) -> None:
+    compiled_once(model)(x).square().mean().backward()
+
+
 def into_some(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward(inputs=list(model.parameters())[:3])
 
@@ -119,6 +131,7 @@ def accumulated(model: nn.Module, x: Tensor) -> None:
     [
         (Coupled, by_parts),
         (Coupled, recomputed),
+        (Coupled, compiled),
         (Following, at_once),
         (Following, into_some),
         (Following, accumulated),

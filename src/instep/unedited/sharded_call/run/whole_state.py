@@ -8,11 +8,11 @@ rank 0: parameters would drift apart otherwise.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.identity import torch_devices
+from instep.process.torch_private import skip_frame
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import find_whole_leaves
 
-_called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-"""The modules that were called whole since the last backward, in this order."""
-_moving: WeakSet[nn.Module] = WeakSet()
+_called: dict[int, weakref.ref[nn.Module]] = {}
+"""The modules that were called whole since the last backward, by their ids, in this order.
+No weak dictionary: torch.compile would take up its methods, beside what the script compiles."""
+_moving: dict[int, weakref.ref[nn.Module]] = {}
 """Modules whose forward changes their parameters."""
 _of_nested: list[Tensor] = []
 """The leaves of backwards that ran inside of the one under way, as of reentrant checkpoints."""
@@ -34,12 +36,15 @@ _of_nested: list[Tensor] = []
 def note_whole_call(module: nn.Module) -> None:
     """Every rank calls this module, which is on an accelerator, whole."""
     if module.training:
-        _called[module] = None
+        _called[id(module)] = weakref.ref(module)
+
+
+skip_frame(note_whole_call)  # where a call breaks a graph, torch.compile would take this up
 
 
 def note_moving(module: nn.Module) -> None:
     """A forward of this module changes its parameters."""
-    _moving.add(module)
+    _moving[id(module)] = weakref.ref(module)
 
 
 def note_nested(roots: Iterable[Any]) -> None:
@@ -63,9 +68,10 @@ def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
     if inputs is not None:
         wanted = set(map(id, find_tensors(inputs)))
         taken = {key: leaf for key, leaf in taken.items() if key in wanted}
-    state = chain.from_iterable(map(_state_of, list(_called)))
-    _called.clear()
+    called = [module for reference in _called.values() if (module := reference()) is not None]
+    state = chain.from_iterable(map(_state_of, called))
     tensors = [leaf.grad for leaf in taken.values()] + [x for x in state if id(x) not in taken]
+    _called.clear()
     found = {id(x): x for x in tensors if x is not None and _can_be_sent(x)}
     if found:
         broadcast_coalesced(list(found.values()))
@@ -80,7 +86,8 @@ def _cannot_communicate() -> bool:
 def _state_of(module: nn.Module) -> Iterator[Tensor]:
     """What its whole call may have changed."""
     yield from module.buffers()
-    if module in _moving:
+    moving = _moving.get(id(module))
+    if moving is not None and moving() is module:
         yield from module.parameters()
 
 
