@@ -251,7 +251,7 @@ def disallow_in_graph(function: Function) -> Function:
     return disallowed
 
 
-def skip_frame(function: FunctionType) -> None:
+def skip_frame(function: Any) -> None:
     """Let all functions with the code of `function`, and what they call, run uncompiled.
 
     That is what torch.compiler.disable does, without its import of torch.compile and without a
