@@ -18,6 +18,7 @@ import instep
 from instep.errors import CapturedStepError, ShardedCallError
 from instep.training import replicas
 from instep.training.blocks import Block
+from instep.training.draws.kernels import DrawMode
 from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.plan import module_properties
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -288,3 +289,36 @@ def test_steps_that_a_graph_captures_are_not_recorded(monkeypatch: pytest.Monkey
     assert watching._before_step(optimizer, (), {}) is None
     watching._after_step(optimizer, (), {})
     assert watching._depth == 0
+
+
+def test_what_is_compiled_runs_so_while_draws_are_intercepted_and_after() -> None:
+    """Uncompiled, its dropout draws other numbers than inductor's."""
+    runs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Tensor) -> Any:
+            runs.append(torch._C._len_torch_dispatch_stack())
+            return graph(*args)
+
+        return run
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with DrawMode(lambda func, args, kwargs: func(*args, **kwargs)):
+        double(torch.ones(3))
+    double(torch.ones(3))
+    assert runs == [1, 0]
+
+
+class CoupledRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cumsum(0))
+
+
+@ranks(2)
+def test_no_parts_are_looked_for_inside_of_what_is_compiled() -> None:
+    model = torch.compile(nn.Sequential(CoupledRows(4, 4), nn.Linear(4, 3)), backend="eager")
+    with pytest.MonkeyPatch.context() as patch, sharding():
+        patch.setattr(outermost_call, "_run_by_parts", None)
+        for _ in range(3):
+            model(torch.randn(6, 4)).sum().backward()
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 3)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from instep.process.torch_private import TorchDispatchMode
+from instep.process.torch_private import OperationMode
 from instep.training.random_ops import draws_nothing
 from instep.training.random_streams import default_generators
 
@@ -102,12 +102,20 @@ def _kernel_in_place_of(func: Any, kernel: Any) -> Callable[..., Any]:
     return run
 
 
-class DrawMode(TorchDispatchMode):
+class DrawMode(OperationMode):
     """Inside, `run_draw` runs what draws, on any device; what it calls is not intercepted."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, run_draw: RunDraw) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._run_draw = run_draw
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs so, and draws its seed here. Else torch.compile would leave it
+        uncompiled, afterwards as well, and its dropout would draw other numbers."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None

@@ -67,7 +67,7 @@ class CacheEntry:
     """Whether the script makes such modules anew in each step: there is no time for trials."""
     has_parts: bool = True
     """Whether its parts are sharded where it is whole: not those of a language model that
-    generates, which compute one token of each row."""
+    generates, which compute one token of each row, and not those inside of a compiled graph."""
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
     numbers: tuple[Any, ...] = ()
     """Those among the arguments of the last call."""
@@ -286,13 +286,16 @@ def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> Ca
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
     why = _temporary.get(call.module, "")
-    entries.append(CacheEntry((key, texts), why_whole=why, is_temporary=bool(why)))
+    has_parts = not is_compiled([call.module])
+    entries.append(
+        CacheEntry((key, texts), why_whole=why, is_temporary=bool(why), has_parts=has_parts)
+    )
     if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
         entries[-1].why_whole = (
             f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "
             "other calls are not affected"
         )
-        entries[-1].has_parts = torch.is_grad_enabled()
+        entries[-1].has_parts &= torch.is_grad_enabled()
     return entries[-1]
 
 
