@@ -272,6 +272,3 @@ class Reference:
 
 def _require_gradients(call: BoundCall) -> list[bool]:
     return [leaf.requires_grad for leaf in call.leaves if isinstance(leaf, Tensor)]
-
-
-# MISSING
