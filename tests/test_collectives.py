@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import instep
+from instep.distributed.communication import collectives
 from instep.distributed.communication.tensors import check_reachable, is_dense
+from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
 from instep.errors import (
     CollectiveError,
@@ -59,6 +61,30 @@ def test_broadcast_gives_every_rank_the_roots_tensor():
         mine = torch.full((3,), instep.rank)
         assert instep.broadcast(mine, root).tolist() == [root] * 3
         assert mine.tolist() == [instep.rank] * 3
+
+
+@ranks(2)
+def test_many_tensors_are_broadcast_in_messages_of_limited_size():
+    shapes = [(3,), (2, 5), (), (40,), (1, 1), (4,)]
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.float32, torch.bool, torch.float64]
+    tensors = [
+        torch.full(shape, 1 + k + 10 * instep.rank).to(dtype)
+        for k, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        transport = get_transport()
+        broadcast = transport.broadcast
+        patch.setattr(collectives, "_MESSAGE_BYTES", 100)
+        patch.setattr(
+            transport,
+            "broadcast",
+            lambda part, root: (sent.append(part.numel()), broadcast(part, root))[1],
+        )
+        collectives.broadcast_coalesced(tensors, root=1)
+    assert sent == [16, 80, 160, 32, 1]
+    for k, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        assert tensor.equal(torch.full(shape, 11 + k).to(tensor.dtype))
 
 
 @ranks(1, 2, 3)

@@ -8,7 +8,7 @@ graph need not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -248,14 +248,29 @@ class _Broadcast(torch.autograd.Function):
         return total, None, None
 
 
+_MESSAGE_BYTES = 250 << 20
+"""The most that is broadcast at once, beside a tensor that is larger: so much memory is taken."""
+
+
 def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Overwrite each tensor with root's, one message per dtype and device. In place."""
+    """Overwrite each tensor with root's, one message per dtype and device, of up to 250 MiB. In
+    place."""
     transport = get_transport()
-    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in by_type.values():
+    for bucket in _divide_into_messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         transport.broadcast(as_bytes(flat), root).wait()
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _divide_into_messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    begun: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        message, size = begun.get(key, ([], 0))
+        if message and size + tensor.nbytes > _MESSAGE_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(tensor)
+        begun[key] = message, size + tensor.nbytes
+    yield from (message for message, _ in begun.values())
