@@ -364,7 +364,7 @@ class Mode(Enum):
 
 def test_a_whole_call_is_found_by_its_flags() -> None:
     layer, x = nn.Linear(1, 1), torch.ones(2, 1)
-    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False, is_on_accelerator=False)
     whole_calls.add(layer, (x,), {"mode": Mode.ONE, "name": "a"}, known)
     assert whole_calls.find(layer, (x + 1,), {"mode": Mode.ONE, "name": "a"}) is known
     assert whole_calls.find(layer, (x,), {"mode": Mode.OTHER, "name": "a"}) is None
@@ -373,7 +373,7 @@ def test_a_whole_call_is_found_by_its_flags() -> None:
 
 def test_modules_that_are_made_anew_share_what_is_known_of_their_calls() -> None:
     layer, x = nn.Linear(1, 1), torch.ones(2, 1)
-    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False, is_on_accelerator=False)
     for _ in range(temporary_modules._WRAPPERS + 1):
         wrapper = nn.Sequential(layer)
         assert whole_calls.find(wrapper, (x,), {}) is None
@@ -392,7 +392,7 @@ def test_modules_that_are_made_anew_share_what_is_known_of_their_calls() -> None
 
 def test_copies_that_are_not_compared_any_more_share_what_is_known_of_their_calls() -> None:
     x = torch.ones(2, 1)
-    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False, is_on_accelerator=False)
     for _ in range(temporary_modules._COPIES):
         copy = nn.Bilinear(1, 1, 7)
         assert whole_calls.find(copy, (x, x), {}) is None
