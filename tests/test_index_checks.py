@@ -22,12 +22,15 @@ from instep.unedited.sharded_call.shards.shard_threads import ShardThreads
 from pool import ranks
 from sharded_training import sharding
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:index_reduce:UserWarning",
-    "ignore:indexing with dtype torch.uint8:UserWarning",
-    "ignore:The reduce argument of torch.scatter:UserWarning",
-    "ignore:scatter_reduce:UserWarning",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:index_reduce:UserWarning",
+        "ignore:indexing with dtype torch.uint8:UserWarning",
+        "ignore:The reduce argument of torch.scatter:UserWarning",
+        "ignore:scatter_reduce:UserWarning",
+    ),
+]
 aten = torch.ops.aten
 T = torch.tensor
 
