@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from instep.process import PACKAGE_FOLDER, is_stdlib
+from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
 _READING = ("__bool__", "__int__", "__index__", "item", "tolist")
@@ -131,6 +132,8 @@ class ForwardTrace:
 
         return trace_line
 
+
+skip_frame(ForwardTrace.enter)  # else torch.compile takes it up in what the script compiles
 
 _current: ForwardTrace | None = None
 
