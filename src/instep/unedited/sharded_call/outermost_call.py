@@ -40,7 +40,7 @@ from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_co
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
-from instep.unedited.sharded_call.run.whole_state import note_moving
+from instep.unedited.sharded_call.run.whole_state import note_changed_parameters
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
@@ -89,7 +89,7 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
         if result.why_whole.startswith(CHANGES_PARAMETERS):
-            note_moving(call.module)
+            note_changed_parameters(call.module)
     elif tuner is not None:
         tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
     if entry.plan is not None and result.is_sharded:

@@ -23,7 +23,7 @@ from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
-from instep.unedited.sharded_call.run.whole_state import note_nested, whole_part_of_rank_0
+from instep.unedited.sharded_call.run.whole_state import broadcast_whole_part, note_nested
 
 _callbacks: list[Callable[[], None]] = []
 
@@ -63,7 +63,7 @@ def backward(
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
     note_backward(is_summed=bool(calls))
-    whole_part = nullcontext() if create_graph else whole_part_of_rank_0(roots, inputs)
+    whole_part = nullcontext() if create_graph else broadcast_whole_part(roots, inputs)
     if not calls:
         with whole_part:
             original(tensors, *rest)

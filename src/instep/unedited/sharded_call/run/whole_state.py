@@ -27,7 +27,7 @@ from instep.unedited.sharded_call.run.region import find_whole_leaves
 _called: dict[int, weakref.ref[nn.Module]] = {}
 """The modules that were called whole since the last backward, by their ids, in this order.
 No weak dictionary: torch.compile would take up its methods, beside what the script compiles."""
-_moving: dict[int, weakref.ref[nn.Module]] = {}
+_changing: dict[int, weakref.ref[nn.Module]] = {}
 """Modules whose forward changes their parameters."""
 _of_nested: list[Tensor] = []
 """The leaves of backwards that ran inside of the one under way, as of reentrant checkpoints."""
@@ -42,9 +42,9 @@ def note_whole_call(module: nn.Module) -> None:
 skip_frame(note_whole_call)  # where a call breaks a graph, torch.compile would take this up
 
 
-def note_moving(module: nn.Module) -> None:
+def note_changed_parameters(module: nn.Module) -> None:
     """A forward of this module changes its parameters."""
-    _moving[id(module)] = weakref.ref(module)
+    _changing[id(module)] = weakref.ref(module)
 
 
 def note_nested(roots: Iterable[Any]) -> None:
@@ -54,7 +54,7 @@ def note_nested(roots: Iterable[Any]) -> None:
 
 
 @contextmanager
-def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
+def broadcast_whole_part(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
     """A backward from these roots runs inside, into the `.grad` of `inputs` if that is given. At
     the end what every rank has computed whole is overwritten with rank 0's. Collective."""
     if not torch_devices.is_in_use() or _cannot_communicate():
@@ -63,14 +63,14 @@ def whole_part_of_rank_0(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
     _of_nested.clear()
     leaves = find_whole_leaves(roots)
     yield
-    taken = {id(leaf): leaf for leaf in (*leaves, *_of_nested)}
+    by_id = {id(leaf): leaf for leaf in (*leaves, *_of_nested)}
     _of_nested.clear()
     if inputs is not None:
         wanted = set(map(id, find_tensors(inputs)))
-        taken = {key: leaf for key, leaf in taken.items() if key in wanted}
+        by_id = {key: leaf for key, leaf in by_id.items() if key in wanted}
     called = [module for reference in _called.values() if (module := reference()) is not None]
     state = chain.from_iterable(map(_state_of, called))
-    tensors = [leaf.grad for leaf in taken.values()] + [x for x in state if id(x) not in taken]
+    tensors = [leaf.grad for leaf in by_id.values()] + [x for x in state if id(x) not in by_id]
     _called.clear()
     found = {id(x): x for x in tensors if x is not None and _can_be_sent(x)}
     if found:
@@ -86,8 +86,8 @@ def _cannot_communicate() -> bool:
 def _state_of(module: nn.Module) -> Iterator[Tensor]:
     """What its whole call may have changed."""
     yield from module.buffers()
-    moving = _moving.get(id(module))
-    if moving is not None and moving() is module:
+    reference = _changing.get(id(module))
+    if reference is not None and reference() is module:
         yield from module.parameters()
 
 
