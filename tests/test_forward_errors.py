@@ -23,20 +23,21 @@ SCRIPT = """
             return super().forward(x)
 
     torch.manual_seed(0)
-    model = Checked(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range({steps}):
-        x = torch.randn(6, 4)
-        if step in {bad}:
-            x[{rows}] = torch.nan
-        optimizer.zero_grad()
-        try:
-            loss = model(x).square().mean()
-        except ValueError:
-            continue
-        loss.backward()
-        optimizer.step()
-    print(f"{{model.weight.abs().sum():.5f}}")
+    for rows in {rows}:
+        model = Checked(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range({steps}):
+            x = torch.randn(6, 4)
+            if step in {bad}:
+                x[rows] = torch.nan
+            optimizer.zero_grad()
+            try:
+                loss = model(x).square().mean()
+            except ValueError:
+                continue
+            loss.backward()
+            optimizer.step()
+        print(f"{{model.weight.abs().sum():.5f}}")
 """
 
 
@@ -56,27 +57,28 @@ def write(launch: Launch, **parts: str) -> Path:
     return script
 
 
-@pytest.mark.parametrize("rows", [":", "-1"], ids=["of all ranks", "of one rank"])
-def test_an_error_skips_the_same_batches_as_in_one_process(launch: Launch, rows: str) -> None:
-    script = write(launch, steps="8", bad="(4, 6)", rows=rows)
+def test_an_error_skips_the_same_batches_as_in_one_process(launch: Launch) -> None:
+    """An error of all ranks, and one of rank 1 alone."""
+    script = write(launch, steps="8", bad="(4, 6)", rows="(slice(None), -1)")
     one, two = (launch.run("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    assert one.stdout == two.stdout != ""
+    assert one.stdout == two.stdout
+    assert len(set(one.stdout.split())) == 2
 
 
 def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
     """In a call that is not watched."""
-    script = write(launch, steps="80", bad="(70,)", rows="-1")
+    script = write(launch, steps="80", bad="(70,)", rows="(-1,)")
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
-    line = 1 + script.read_text().splitlines().index("        loss = model(x).square().mean()")
+    line = 1 + script.read_text().splitlines().index("            loss = model(x).square().mean()")
     culprit = f"barrier (ValueError in forward of Checked) at {script}:{line} on rank 1"
     assert culprit in ended.stderr
     assert ended.stdout == ""
 
 
 def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
-    script = write(launch, steps="80", bad="(70,)", rows="-1", then="x = x[:2]")
+    script = write(launch, steps="80", bad="(70,)", rows="(-1,)", then="x = x[:2]")
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     assert "This was in a divided call of Checked." in ended.stderr
