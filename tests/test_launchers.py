@@ -507,6 +507,17 @@ def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
     assert a[0] == a[1] != b[0] == b[1]
 
 
+WORLD = """
+import sys
+from instep.distributed.identity.launchers import detect, endpoint
+world = detect()
+with open(f"{sys.argv[1]}{world.rank}", "w") as file:
+    print(repr(world), file=file)
+    if world.size > 1:
+        print(endpoint(world), file=file)
+"""
+
+
 def start_in(cluster, folder, *command):
     told = environment_in(folder) | cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*command], env=told, check=True, timeout=50)
@@ -515,19 +526,24 @@ def start_in(cluster, folder, *command):
 @pytest.mark.launch
 @components.needs("Slurm")
 def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folder, cluster):
+    """Without PyTorch: under srun ranks meet in test_same_under.py."""
+    (folder / "script.py").write_text(WORLD)
     job, ended, output = folder / "job.sh", folder / "ended", folder / "output"
-    alone, together = (" ".join(program(folder, name)) for name in ("alone", "together"))
+    alone, together = (" ".join(bare(folder, name)) for name in ("alone", "together"))
     lines = [f"trap 'echo $? > {ended}' EXIT", "set -e", alone, "export WORLD_SIZE=$SLURM_NTASKS"]
     job.write_text("\n".join(["#!/bin/sh", *lines, f"srun {together}", ""]))
     os.mkfifo(ended)  # sbatch --wait looks every ten seconds
     start_in(cluster, folder, "sbatch", "-Q", "-N2", "-n3", f"--output={output}", str(job))
     assert ended.read_text() == "0\n", output.read_text()
-    assert reports(folder, 1, "alone") == [World()]
-    assert reports(folder, 3, "together") == [
-        World(0, 3, 0, 2, 0, 2, "srun"),
-        World(1, 3, 1, 2, 0, 2, "srun"),
-        World(2, 3, 0, 1, 1, 2, "srun"),
-    ]
+    worlds = [World(0, 3, 0, 2, 0, 2, "srun"), World(1, 3, 1, 2, 0, 2, "srun"),
+              World(2, 3, 0, 1, 1, 2, "srun")]  # fmt: skip
+    (alone,), *together = (
+        (folder / name).read_text().splitlines()
+        for name in ("alone0", "together0", "together1", "together2")
+    )
+    assert alone == repr(World())
+    assert [world for world, _ in together] == [*map(repr, worlds)]
+    assert len({where for _, where in together}) == 1
 
 
 @pytest.mark.launch
