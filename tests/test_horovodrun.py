@@ -26,7 +26,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 @pytest.mark.launch
-def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
+def test_a_script_of_horovods_runs_unedited(launch: Launch, tmp_path: Path) -> None:
     script = launch.script(
         """
         import horovod
@@ -39,7 +39,9 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
         """
     )
     flags = ["-np", 2, "-H", "localhost:4", "--verbose", "--cycle-time-ms", 5, "--mpi"]
+    timeline = tmp_path / "job.json"
     flags += ["--stall-check-warning-time-seconds", 7]
+    flags += ["--timeline-filename", timeline, "--timeline-mark-cycles"]
     done = launch.run(*flags, "python", "-u", script, "--lr", "0.1", "--")
     assert done.returncode == 0
     assert launch.events(2) == [
@@ -48,6 +50,13 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
     ]
     assert "instep: not used here: --mpi, --cycle-time-ms\n" in done.stderr
     assert f"instep: 2 ranks: {script} --lr 0.1 --\n" in done.stderr
+    assert_collectives_in(timeline)
+
+
+def assert_collectives_in(timeline: Path) -> None:
+    sums = [event for event in read_events(timeline) if event["name"].startswith("all_reduce")]
+    assert {event["pid"] for event in sums} == {0, 1}
+    assert '"CYCLE_START"' in timeline.read_text()
 
 
 @pytest.mark.launch
@@ -82,9 +91,9 @@ def test_a_script_runs_in_the_rank_and_anything_else_by_a_module_that_becomes_it
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("by", ["flag", pytest.param("variable", marks=pytest.mark.nightly)])
-def test_a_timeline_by_horovods_names_has_the_collectives(
-    launch: Launch, tmp_path: Path, by: str
+@pytest.mark.nightly
+def test_a_timeline_by_horovods_variables_has_the_collectives(
+    launch: Launch, tmp_path: Path
 ) -> None:
     script = launch.script(
         """
@@ -94,15 +103,11 @@ def test_a_timeline_by_horovods_names_has_the_collectives(
         hvd.allreduce(torch.ones(2), name="loss")
         """
     )
-    file = str(tmp_path / "job.json")
-    flags = ("--timeline-filename", file, "--timeline-mark-cycles") if by == "flag" else ()
-    environ = {"HOROVOD_TIMELINE": file, "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
-    environ = environ if by == "variable" else {}
-    with launch.start("-np", 2, *flags, "python", script, environ=environ) as process:
+    timeline = tmp_path / "job.json"
+    environ = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    with launch.start("-np", 2, "python", script, environ=environ) as process:
         assert launch.end_of(process).returncode == 0
-    sums = [event for event in read_events(Path(file)) if event["name"].startswith("all_reduce")]
-    assert {event["pid"] for event in sums} == {0, 1}
-    assert '"CYCLE_START"' in Path(file).read_text()
+    assert_collectives_in(timeline)
 
 
 @pytest.mark.launch
