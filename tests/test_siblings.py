@@ -22,7 +22,7 @@ if siblings is None:
 siblings.ended()
 if os.path.exists("end"):
     open("end", "w").close()
-deadline = time.monotonic() + 2
+deadline = time.monotonic() + SECONDS
 while not siblings.ended() and time.monotonic() < deadline:
     time.sleep(0.05)
 print(sorted(siblings.ended()))
@@ -36,9 +36,9 @@ ENDS = "{} sh -c 'read line <end'"
 COMES = "{{ read line <end; exec env {} sh -c 'read line <&3'; }}"
 
 
-def see(folder, variables, other, *told):
-    """What rank 0 says of the other one, which the same shell has started."""
-    (folder / "waits.py").write_text(WAITS)
+def see(folder, variables, other, *told, seconds=2.0):
+    """What rank 0 says of the other one, which the same shell has started, in so many seconds."""
+    (folder / "waits.py").write_text(WAITS.replace("SECONDS", str(seconds)))
     if other in (ENDS, COMES):
         os.mkfifo(folder / "end")
     source = str(Path(instep.__file__).parent.parent)
@@ -68,7 +68,7 @@ def see(folder, variables, other, *told):
     ],
 )
 def test_a_rank_whose_process_is_not_there_has_ended(tmp_path, variables, other, seen):
-    assert see(tmp_path, variables, other) == seen
+    assert see(tmp_path, variables, other, seconds=0.5 if seen == "[]" else 20) == seen
 
 
 def test_ranks_of_another_world_are_not_meant(tmp_path):

@@ -38,7 +38,7 @@ def test_a_stopped_supervisor_is_not_waited_for_without_end(launch: Launch, fail
         environ = {"INSTEP_TIMEOUT": str(seconds)}
         return launch.start("-n", 1, *where, script, environ=environ)
 
-    with start(1, 60) as stopped, start(0, 60 if fails else 6) as first:
+    with start(1, 60) as stopped, start(0, 60 if fails else 4) as first:
         assert launch.events(2) == [[0], [1]]
         stopped.send_signal(signal.SIGSTOP)
         launch.call(2)
