@@ -106,7 +106,7 @@ ADDING_UP = {"by hand": by_hand, "by torchmetrics": by_torchmetrics}
 @pytest.mark.parametrize("n", [9, 22])
 def test_without_gradients_whatever_a_script_adds_up_counts_once(how, n):
     (whole,) = run(1, add_up, n, how)
-    for size in (2, 3):
+    for size in (2, 3) if how == "by hand" else (2,):  # torchmetrics takes long to import
         for theirs in run(size, add_up, n, how):
             assert theirs == pytest.approx(whole, rel=1e-6)
 
