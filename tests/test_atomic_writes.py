@@ -202,7 +202,7 @@ def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> No
     [
         pytest.param("os._exit(1) if rank else time.sleep(100)", marks=pytest.mark.nightly),
         "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(100)",
-        "raise KeyError",
+        pytest.param("raise KeyError", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_left_in_the_temporary_folder_under_mpirun(tmp_path: Path, ending: str) -> None:

@@ -107,12 +107,16 @@ def test_two_ranks_take_one_step_together(tmp_path: Path, launcher: str, gpus: i
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.nightly
 def test_labels_of_another_width_than_the_outputs_end_it(tmp_path: Path) -> None:
-    """As in the lesson itself: 10 numbers to a row, where the model gives 5. The check names it."""
+    """As in the lesson itself: 10 numbers to a row, where the model gives 5."""
     done = launched(tmp_path, "torchrun", 10, 2)
     assert done.returncode != 0
     assert "The size of tensor a (5) must match the size of tensor b (10)" in done.stderr
-    (finding,) = check_text("demo.py", (tmp_path / "demo.py").read_text(), RULES.values())
+
+
+def test_labels_of_another_width_than_the_outputs_are_found_by_the_check() -> None:
+    (finding,) = check_text("demo.py", SCRIPT.replace("WIDTH", "10"), RULES.values())
     assert (finding.code, finding.line) == ("INS406", 32)
     assert finding.message == "rows of 5 numbers are compared with rows of 10"
     assert not check_text("demo.py", SCRIPT.replace("WIDTH", "5"), RULES.values())

@@ -647,7 +647,8 @@ for step in range(6):
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("size", "mode", "status"), [(1, "warn", 0), (2, "warn", 0), (2, "error", 1)]
+    ("size", "mode", "status"),
+    [(1, "warn", 0), pytest.param(2, "warn", 0, marks=pytest.mark.nightly), (2, "error", 1)],
 )
 def test_calls_that_are_computed_whole_are_checked_too(tmp_path, size, mode, status):
     script = tmp_path / "train.py"

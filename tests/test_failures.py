@@ -55,10 +55,16 @@ def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.
                 ("instep run", "held", "exit 0"): 1,
                 ("two bare processes", "gil", "raise"): 137,
                 ("two bare processes", "meeting", "kill"): 137,
+            },
+            id="ours",
+        ),
+        pytest.param(
+            {
                 ("two bare processes", "loading", "kill"): 137,
                 ("two bare processes", "collective", "raise"): 1,
             },
-            id="ours",
+            id="ours at night",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {

@@ -34,6 +34,9 @@ OPTIMIZERS = {
     "Muon": lambda p: optim.Muon([each for each in p if each.dim() == 2], 1e-2),
 }
 
+BY_DAY = ("momentum", "fused", "Muon")
+"""Those that are trained over Gloo too in every run of the tests."""
+
 
 def batches(n=6):
     """Batches of images and classes, the same everywhere."""
@@ -106,8 +109,16 @@ def train_both(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("backend", "make"),
+    [
+        *(("shm", make) for make in OPTIMIZERS),
+        *(
+            pytest.param("gloo", make, marks=[] if make in BY_DAY else [pytest.mark.nightly])
+            for make in OPTIMIZERS
+        ),
+    ],
+)
 def test_every_optimizer_has_the_numbers_of_the_undivided_one(make, backend):
     with talking_over(backend):
         run(3 if backend == "shm" else 2, train_with, make)

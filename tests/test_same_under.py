@@ -81,17 +81,21 @@ COMMANDS = {
     "torchrun": ([*TORCHRUN, "--nproc-per-node", "{n}"], "torchrun", (), "gloo"),
 }
 NAMES = {"gloo": "gloo", "shm": shm.NAME}
-"""Each backend listens on loopback only. torch.distributed.launch is torchrun; see below."""
+"""Each backend listens on loopback only. torch.distributed.launch is torchrun; see below. By day,
+test_hosts.py trains under `instep run`."""
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("command", "source", "backend"),
     [
-        pytest.param(words, source, backend, id=name, marks=components.needs(*needed))
+        pytest.param(
+            *(words, source, backend), id=name,
+            marks=[components.needs(*needed), *([NIGHTLY] if name == "instep run" else [])],
+        )
         for name, (words, source, needed, backend) in COMMANDS.items()
     ],
-)
+)  # fmt: skip
 def test_same_as_one_process(tmp_path, oracle, command, source, backend, size):
     words = [word.format(n=size) for word in command]
     start(tmp_path, *words, TESTS / "trained.py", tmp_path, INSTEP_BACKEND=backend)
@@ -106,7 +110,8 @@ def test_same_under_srun(tmp_path, oracle, cluster, spread):
     assert_same(tmp_path, int(spread[1][2:]), oracle, "srun")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [2, 3])
 def test_same_when_spawned(tmp_path, oracle, size):
     ranks = instep.spawn(learn, (str(tmp_path),), nprocs=size)
     assert ranks == list(range(size))

@@ -24,7 +24,7 @@ RANDOM = {"cifar", "siamese"}
 """What is random in their samples is drawn from a stream of each sample's own."""
 LONG = {
     *("amp_accumulation", "char_transformer", "cifar", "contrastive", "data_parallel", "dcgan"),
-    *("time_series", "siamese", "vae", "wgan_gp", "word_language_model"),
+    *("time_series", "siamese", "unet", "vae", "wgan_gp", "word_language_model"),
 }
 """Their whole trainings are compared at night."""
 FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1"]}
