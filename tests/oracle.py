@@ -172,11 +172,12 @@ def same_as_one_process(
     """Assert that `training(log, *args)` has the numbers of one process on each of `sizes`."""
     (oracle,) = run(1, play, training, args)
     noise: float | None = None
+    rounding = 1e-5 if dtype == torch.float32 else 1e-11 if nudge else 1e-13
     for size in sizes:
         sameness = _compare(training, args, size, oracle)
         assert sameness.gradient <= GRADIENT[dtype], (size, sameness)
         assert sameness.loss <= LOSS[dtype], (size, sameness)
-        if sameness.parameters > (1e-5 if dtype == torch.float32 else 1e-13):
+        if sameness.parameters > rounding:
             if noise is None:
                 (noisy,) = run(1, play, training, args, reverse=not nudge, nudge=nudge)
                 noise = _distance(noisy, oracle)
