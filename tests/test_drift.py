@@ -612,7 +612,7 @@ def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
     script.write_text(SCRIPT)
     variables = {"INSTEP_NAN": mode, "INSTEP_DIVIDE": "always", "CUDA_VISIBLE_DEVICES": ""}
     job = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "3", str(script)],
+        [sys.executable, "-m", "instep", "run", "-n", "2", str(script)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -620,7 +620,7 @@ def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
     assert job.returncode == status, job.stderr
     assert (
         "on rank 1 the gradient of 2.bias and those of 3 more parameters are not finite, from "
-        "samples 4 to 7 of the batch of 12, in step 4"
+        "samples 6 to 11 of the batch of 12, in step 4"
     ) in job.stderr
     if mode == "error":
         assert 'train.py", line 11' in job.stderr

@@ -475,6 +475,6 @@ def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
         assert job_socket.request(address, "status") == "status!"
     finally:
         loop.call_later(0, loop.stop)
-        job_socket.request(address, "wake")
+        job_socket.request(address, "wake", timeout=0.1)  # the loop may stop before it answers
         thread.join()
         server.close()

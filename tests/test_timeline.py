@@ -280,10 +280,10 @@ def test_every_rank_of_a_job_is_in_its_timeline(tmp_path):
             check=True,
         )
 
-    instep("run", "-n", "3", "--timeline", "job.json", "train.py")
+    instep("run", "-n", "2", "--timeline", "job.json", "train.py")
     events = read_events(tmp_path / "job.json")
     sums = [event for event in events if "gradients" in event["name"]]
-    assert [sum(event["pid"] == rank for event in sums) for rank in range(3)] == [4, 4, 4]
+    assert [sum(event["pid"] == rank for event in sums) for rank in range(2)] == [4, 4]
     assert {event["args"]["call"].rpartition("/")[2] for event in sums} == {"train.py:4"}
     # One clock: whoever is in the same sum is in it at the same time.
     for sequence in {event["args"]["sequence"] for event in sums}:
@@ -293,4 +293,4 @@ def test_every_rank_of_a_job_is_in_its_timeline(tmp_path):
     said = instep("timeline", "job.json").stdout
     assert said.splitlines()[-1] == "Drawn in job.html."
     data = data_of(Path(tmp_path, "job.html").read_text())
-    assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2]
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
