@@ -227,6 +227,7 @@ open("model.pt", "w").write("x")
     wait_until(lambda: not [*temporary.glob("instep-*")])
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_under_mpirun_the_file_is_the_new_one_or_the_old_one(tmp_path: Path) -> None:
     killed(tmp_path, MPIRUN, "import instep.auto", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")

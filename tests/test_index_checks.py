@@ -333,7 +333,11 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "") for name in MESSAGES), ("index_add", "eager"), ("dropout", "aot_eager")],
+    [
+        *((name, "") for name in MESSAGES),
+        ("index_add", "eager"),
+        pytest.param("dropout", "aot_eager", marks=pytest.mark.nightly),
+    ],
 )
 @ranks(2)
 def test_a_model_that_indexes_its_rows_stays_whole(name: str, backend: str) -> None:

@@ -336,7 +336,10 @@ def test_ranks_that_come_to_no_common_point_are_named(
     assert told.text.endswith(":\n  rank 0 is at a:1\n  rank 1 is at a:2")
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python 3.14 uses the latter
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.nightly)],  # Python 3.14 uses the latter
+)
 def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path, method: str) -> None:
     program = tmp_path / "loads.py"
     program.write_text(

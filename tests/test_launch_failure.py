@@ -512,12 +512,18 @@ def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_go
             "all_reduce(torch.ones(2))",
             marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "kill",
             "instep: rank 1 of 2 was killed by SIGKILL; rank 0 was stopped\nIt was last ",
             "SIGKILL nearly always means that the host's memory was full.\n",
+            marks=pytest.mark.nightly,
         ),
-        ("finally", "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace", "boo"),
+        pytest.param(
+            "finally",
+            "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace",
+            "boo",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_rank_is_named_that_others_wait_for(
@@ -542,7 +548,7 @@ def test_the_rank_is_named_that_others_wait_for(
     ("ending", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("os.abort()", "SIGABRT"),
+        pytest.param("os.abort()", "SIGABRT", marks=pytest.mark.nightly),
         ("raise KeyboardInterrupt", "SIGINT"),
     ],
 )

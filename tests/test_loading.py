@@ -249,7 +249,7 @@ def noisy_epochs(workers, context, persistent):
         (0, None, False),
         (2, "fork", False),
         (2, "fork", True),
-        pytest.param(1, "spawn", True, marks=pytest.mark.slow),
+        pytest.param(1, "spawn", True, marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_random_in_a_sample_depends_on_its_place_only(workers, context, persistent):

@@ -81,8 +81,9 @@ COMMANDS = {
     "torchrun": ([*TORCHRUN, "--nproc-per-node", "{n}"], "torchrun", (), "gloo"),
 }
 NAMES = {"gloo": "gloo", "shm": shm.NAME}
-"""Each backend listens on loopback only. torch.distributed.launch is torchrun; see below. By day,
-test_hosts.py trains under `instep run`."""
+"""Each backend listens on loopback only. torch.distributed.launch is torchrun; see below."""
+AT_NIGHT = ("instep run", "MPICH")
+"""By day test_hosts.py trains under the first, and test_interrupts.py under the second."""
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
@@ -91,7 +92,7 @@ test_hosts.py trains under `instep run`."""
     [
         pytest.param(
             *(words, source, backend), id=name,
-            marks=[components.needs(*needed), *([NIGHTLY] if name == "instep run" else [])],
+            marks=[components.needs(*needed), *([NIGHTLY] if name in AT_NIGHT else [])],
         )
         for name, (words, source, needed, backend) in COMMANDS.items()
     ],

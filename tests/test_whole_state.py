@@ -131,7 +131,7 @@ def accumulated(model: nn.Module, x: Tensor) -> None:
     [
         (Coupled, by_parts),
         (Coupled, recomputed),
-        (Coupled, compiled),
+        pytest.param(Coupled, compiled, marks=pytest.mark.nightly),
         (Following, at_once),
         (Following, into_some),
         (Following, accumulated),
