@@ -182,9 +182,7 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name", nightly_but({"sparse", "class_weighted", "clipping"}, *EXPLICIT)
-)
+@pytest.mark.parametrize("name", nightly_but({"sparse", "class_weighted", "clipping"}, *EXPLICIT))
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     check_replicas(name)

@@ -27,7 +27,7 @@ LONG = {
     *("time_series", "siamese", "unet", "vae", "wgan_gp", "word_language_model"),
 }
 """Their whole trainings are compared at night."""
-FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1", "--batch-size", "24"]}
+FEW = {"mnist": ["--epochs", "1", "--batch-size", "24"]}
 
 
 def proven(name: str, sizes: list[int], steps: int | None, arguments: list[str]) -> Report:
