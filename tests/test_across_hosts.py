@@ -114,7 +114,16 @@ def test_only_what_is_sent_between_hosts_is_rounded(near, numel):
     torch.testing.assert_close(mine, sum(by_host), rtol=2e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("op", ["SUM", "MAX"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("SUM", "MAX"),
+        *(
+            pytest.param(op, marks=pytest.mark.nightly)
+            for op in ("AVG", "BXOR", "PRODUCT", "MIN", "BAND", "BOR")
+        ),
+    ],
+)
 @pytest.mark.parametrize("near", [(3, 1), (1, 2, 1)], ids=str)
 @ranks(4)
 def test_hosts_of_unequal_size_give_what_gloo_gives(near, op):
