@@ -108,6 +108,11 @@ def by_name() -> Iterator[Callable[[], object]]:
     yield lambda: write("f/below", "w", "x")
     yield lambda: write("nowhere/below", "w", "x")
     yield lambda: os.truncate("nowhere", 0)
+    yield lambda: name_types(lambda: os.mkdir(Path("f")))
+    yield lambda: name_types(lambda: os.truncate(Path("nowhere"), 0))
+    yield lambda: name_types(lambda: os.chmod(Path("nowhere"), 0o600))
+    yield lambda: name_types(lambda: os.rename(Path("nowhere"), Path("there")))
+    yield lambda: name_types(lambda: os.listdir(Path("nowhere")))
     yield lambda: shutil.rmtree(path="deep", ignore_errors=False)
     yield lambda: shutil.rmtree("deep")
     yield lambda: os.setxattr(path="f", attribute="user.a", value=b"1")
@@ -116,6 +121,12 @@ def by_name() -> Iterator[Callable[[], object]]:
     yield lambda: os.removexattr(path="f", attribute="user.a")
     yield from by_descriptor()
     yield tree
+
+
+def name_types(fails: Callable[[], object]) -> tuple[type, type]:
+    with pytest.raises((FileExistsError, FileNotFoundError)) as error:
+        fails()
+    return type(error.value.filename), type(error.value.filename2)
 
 
 def first_of(entries: Any) -> bool:

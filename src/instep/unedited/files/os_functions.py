@@ -50,10 +50,14 @@ def script_paths_in_errors(path: Any, second: Any = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is not None:
-            error.filename = path
+            error.filename = _name_in_errors(path)
             if second is not None:
-                error.filename2 = second
+                error.filename2 = _name_in_errors(second)
         raise
+
+
+def _name_in_errors(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 # -------------------------------------------------------------------- paths relative to `dir_fd`
