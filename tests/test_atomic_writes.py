@@ -97,7 +97,7 @@ def test_what_is_no_file_is_written_where_it_is(rank0: Path) -> None:
     os.mkfifo("pipe")
     os.symlink("pipe", "named")
     for path in ("pipe", "named", "/dev/stdout"):
-        with os_functions.path_to_replace(path) as place:
+        with os_functions.files_for(path).location_to_replace(path) as place:
             assert place == path
 
 

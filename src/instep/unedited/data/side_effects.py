@@ -25,13 +25,12 @@ class LoadingEffects:
             dataset = dataset.dataset
         self._dataset = dataset
         self._files = current_files()
-        if self._files is not None:
-            self._files.changed = ""
+        self._files.changed = ""
         self._before = self._state()
 
     def describe(self) -> str:
         """A predicate about loading samples; empty if nothing was changed."""
-        if self._files is not None and self._files.changed:
+        if self._files.changed:
             return f"writes files ({os.path.basename(self._files.changed)})"
         for name, value in self._state().items():
             before = self._before.get(name, getattr(type(self._dataset), name, None))

@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 
 from instep.process.pending_writes import DRAFT_PREFIX, track_write
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.paths import StrOrBytesPath
-from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.files.paths import PathResolver, StrOrBytesPath
 
 
 @contextmanager
-def atomic_write(path: StrOrBytesPath, files: Rank0Files) -> Iterator[str]:
+def atomic_write(path: StrOrBytesPath, files: PathResolver) -> Iterator[str]:
     """Yield where to write what is to be at `path` if this block ends without an exception.
 
     That is `path` itself if a rename would change more than the content: if it is no regular file
@@ -61,7 +60,7 @@ def _draft_path(target: str) -> str:
     return os.path.join(parent, f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}", name)
 
 
-def _make_directory(draft: str, files: Rank0Files) -> bool:
+def _make_directory(draft: str, files: PathResolver) -> bool:
     """Make the directory of a draft; False if that is not possible."""
     directory = os.path.dirname(draft)
     files.keep(directory, follow=False)  # so that no other rank sees it
@@ -74,7 +73,7 @@ def _make_directory(draft: str, files: Rank0Files) -> bool:
     return True
 
 
-def _can_be_replaced(path: StrOrBytesPath, target: str, files: Rank0Files) -> bool:
+def _can_be_replaced(path: StrOrBytesPath, target: str, files: PathResolver) -> bool:
     if any(files.is_private(name) for name in (os.path.abspath(os.fsdecode(path)), target)):
         return False
     try:

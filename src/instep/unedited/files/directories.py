@@ -8,36 +8,32 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.process.patching import Function
-from instep.unedited.files.os_functions import files_for, script_paths_in_errors
-from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.files.os_functions import PASSTHROUGH, files_for
+from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
 
 
 def listdir(original: Function, path: Any = ".") -> Any:
     """For os.listdir."""
     files = files_for()
+    if files is PASSTHROUGH:
+        return original(path)
     with script_paths_in_errors(path):
         directory = _directory(path, files)
-        if isinstance(files, OverlayFiles):
-            names, found = _list_once(files, directory, lambda: original(path))
-            if names is None:
-                return found
-            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
-    names = original(path)
-    return (
-        sorted(names) if isinstance(files, Rank0Files) and files.has_changed(directory) else names
-    )
+        names, found = _list_once(files, directory, lambda: original(path))
+    if names is not None:
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+    return sorted(found) if files.has_changed(directory) else found
 
 
-def _directory(path: Any, files: Rank0Files | OverlayFiles | None) -> Any:
+def _directory(path: Any, files: PassthroughFiles) -> Any:
     """The path of the directory, which the script may name by a descriptor."""
     if path is None:
         return "."
-    return files.open_directories.path_of(path) if files and isinstance(path, int) else path
+    return files.open_directories.path_of(path) if isinstance(path, int) else path
 
 
 def _list_once(
-    files: OverlayFiles, directory: Any, list_real: Callable[[], list[Any]]
+    files: PassthroughFiles, directory: Any, list_real: Callable[[], list[Any]]
 ) -> tuple[list[str] | None, list[Any]]:
     """The names in a directory, or None and what is in the real one, if this job has not changed
     it: looked up again afterwards, because rank 0 may have begun to change it meanwhile."""
@@ -123,11 +119,11 @@ class _ScandirIterator:
 def scandir(original: Function, path: Any = ".") -> Any:
     """For os.scandir."""
     files = files_for()
-    if files is None:
+    if files is PASSTHROUGH:
         return original(path)
     with script_paths_in_errors(path):
         directory = _directory(path, files)
-        if isinstance(files, OverlayFiles):
+        if files.layers:
             names, entries = _list_once(files, directory, lambda: _read_entries(original, path))
             at, by_descriptor = os.fspath(directory), isinstance(path, int)
             text = os.fsencode if isinstance(at, bytes) else str

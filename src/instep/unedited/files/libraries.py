@@ -18,15 +18,12 @@ from instep.process.patching import Function, subclass
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.os_functions import (
     current_files,
+    files_for,
     open_,
     os_open,
-    path_to_create,
     path_to_read,
-    path_to_replace,
     path_to_write,
 )
-from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.files.rank0_files import Rank0Files
 
 _KEEP_CONTENT = os.O_CREAT
 
@@ -41,15 +38,10 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
         return original(obj, f, *args, **kwargs)
     from instep.distributed.flight_record.recorder import phase  # torch is imported by now
 
-    with phase("checkpoint"), path_to_replace(f) as location:
+    with phase("checkpoint"), files_for(f).location_to_replace(f) as location:
         original(obj, location, *args, **kwargs)
-    return _record_checkpoint(f)
-
-
-def _record_checkpoint(path: Any) -> None:
-    files = current_files()
-    if isinstance(files, OverlayFiles):
-        files.record_checkpoint(path)
+    current_files().record_checkpoint(f)
+    return None
 
 
 def reads_path(position: int, name: str) -> Function:
@@ -76,10 +68,10 @@ def writes_path(
         text = os.fspath(path)  # type: ignore[arg-type]
         if suffix and not text.endswith(suffix):
             text += suffix
-        with path_to_replace(text) as location:
+        with files_for(text).location_to_replace(text) as location:
             result = _call_with(location, position, name, original, args, kwargs)
         if checkpoint:
-            _record_checkpoint(text)
+            current_files().record_checkpoint(text)
         return result
 
     return answer
@@ -156,7 +148,7 @@ def _or_missing(locate: Callable[[str], str], path: str) -> str:
 
 def _write_with_journals(path: str) -> str:
     for journal in ("-journal", "-wal"):
-        if os.path.exists(path + journal) or isinstance(current_files(), Rank0Files):
+        if os.path.exists(path + journal) or not current_files().layers:
             path_to_write(path + journal, _KEEP_CONTENT)
     return str(path_to_write(path, _KEEP_CONTENT))
 
@@ -181,7 +173,7 @@ def _open_environment(
     data, lock = (f"{name}/data.mdb", f"{name}/lock.mdb") if subdir else (name, f"{name}-lock")
     if kwargs.get("readonly"):
         location = path_to_read(data)
-        if isinstance(current_files(), OverlayFiles):
+        if current_files().layers:
             kwargs["lock"] = False  # it would write into rank 0's file
     else:
         if subdir and kwargs.get("create", True) and not os.path.isdir(name):
@@ -218,7 +210,7 @@ def socket_bind(original: Function, self: Any, address: Any) -> Any:
         _bound[os.fsdecode(path)] = os.fsdecode(address)
         return result
 
-    return _call_with_short_path(path_to_create(address), bind)
+    return _call_with_short_path(files_for(address).new_location(address), bind)
 
 
 _bound: dict[str, str] = {}
@@ -275,7 +267,7 @@ def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
 
 def init_run(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For wandb.init: on ranks other than 0, a disabled run."""
-    disabled = {"mode": "disabled"} if isinstance(current_files(), OverlayFiles) else {}
+    disabled = {"mode": "disabled"} if current_files().layers else {}
     with rank_local():  # rank 0 starts processes there that the others do not start
         return original(*args, **kwargs | disabled)
 
@@ -289,12 +281,11 @@ def numpy_opener(original: Function, self: Any, key: Any) -> Any:
 def make_temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For the functions of tempfile: make a real file in the usual directory, private to a rank."""
     directory = signature(original).bind(*args, **kwargs).arguments.get("dir")
-    files = current_files()
-    if files is None or (directory is not None and os.fspath(directory) != tempfile.gettempdir()):
+    if directory is not None and os.fspath(directory) != tempfile.gettempdir():
         return original(*args, **kwargs)
     with bypass_overlay():
         made = original(*args, **kwargs)
     path = made if isinstance(made, str) else getattr(made, "name", None) or made[1]
     if isinstance(path, str):
-        files.add_temporary(path)
+        current_files().add_temporary(path)
     return made

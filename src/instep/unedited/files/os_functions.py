@@ -10,54 +10,35 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 from instep.process.patching import Function
-from instep.unedited.files.atomic_writes import atomic_write
 from instep.unedited.files.bypass import is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
 
 _real_open = os.open
 """As it is before it is replaced."""
-_current: list[Rank0Files | OverlayFiles] = []
+PASSTHROUGH = PassthroughFiles()
+_current: list[PassthroughFiles] = [PASSTHROUGH]
 
 
-def set_files(files: Rank0Files | OverlayFiles | None) -> None:
+def set_files(files: PassthroughFiles | None) -> None:
     """Let file calls of this process go through `files`; None: let them act as without instep."""
-    _current[:] = [] if files is None else [files]
+    _current[:] = [files or PASSTHROUGH]
 
 
-def current_files() -> Rank0Files | OverlayFiles | None:
-    """The argument of the latest `set_files`."""
-    return _current[0] if _current else None
-
-
-def files_for(*paths: object) -> Rank0Files | OverlayFiles | None:
-    """The files through which a call with these paths goes; None: it goes to the original."""
-    if not _current or is_bypassed() or any(isinstance(path, int) for path in paths):
-        return None
+def current_files() -> PassthroughFiles:
+    """The argument of the latest `set_files`; PASSTHROUGH for None."""
     return _current[0]
 
 
-@contextmanager
-def script_paths_in_errors(path: Any, second: Any = None) -> Iterator[None]:
-    """Replace locations in errors by the paths that the script gave."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            error.filename = _name_in_errors(path)
-            if second is not None:
-                error.filename2 = _name_in_errors(second)
-        raise
-
-
-def _name_in_errors(path: Any) -> Any:
-    return os.fspath(path) if isinstance(path, os.PathLike) else path
+def files_for(*paths: object) -> PassthroughFiles:
+    """The files through which a call with these paths goes."""
+    if is_bypassed() or any(isinstance(path, int) for path in paths):
+        return PASSTHROUGH
+    return _current[0]
 
 
 # -------------------------------------------------------------------- paths relative to `dir_fd`
@@ -80,7 +61,7 @@ def _resolve_dir_fds(function: Function) -> Function:
         bound = signature(function).bind(original, *args, **kwargs)
         given = [bound.arguments[name] for name in ("path", "src", "dst") if name in names]
         files = files_for(*given)
-        if files is None:
+        if files is PASSTHROUGH:
             return function(original, *args, **kwargs, **fds)
         with script_paths_in_errors(*given):
             for name, fd in fds.items():
@@ -91,7 +72,7 @@ def _resolve_dir_fds(function: Function) -> Function:
     return with_absolute_paths
 
 
-def _join(fd: int, path: Any, files: Rank0Files | OverlayFiles) -> str:
+def _join(fd: int, path: Any, files: PassthroughFiles) -> str:
     """The absolute path of a path that is relative to this descriptor's directory."""
     text = os.fsdecode(path)
     if os.path.isabs(text):
@@ -108,40 +89,12 @@ def _join(fd: int, path: Any, files: Rank0Files | OverlayFiles) -> str:
 
 def path_to_read(path: Any) -> Any:
     """The location at which a library is to read `path`."""
-    files = files_for(path)
-    return files.location_to_read(path) if isinstance(files, OverlayFiles) else path
+    return files_for(path).location_to_read(path)
 
 
-def path_to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
+def path_to_write(path: Any, flags: int) -> Any:
     """The location at which it is to write `path`. Raises what os.open with these flags raises."""
-    files = files_for(path)
-    if isinstance(files, Rank0Files):
-        files.keep(path)
-    return files.location_to_write(path, flags) if isinstance(files, OverlayFiles) else path
-
-
-def path_to_create(path: Any, *, directory: bool = False) -> Any:
-    """The location at which it is to make `path`, which must not exist."""
-    files = files_for(path)
-    if isinstance(files, Rank0Files):
-        changed = files.changed
-        files.keep(path, follow=False)
-        if os.path.lexists(path):  # as for makedirs(path, exist_ok=True)
-            files.changed = changed
-    if isinstance(files, OverlayFiles):
-        return files.new_location(path, directory=directory)
-    return path
-
-
-@contextmanager
-def path_to_replace(path: Any) -> Iterator[Any]:
-    """The location at which it is to write all of `path`; the old content stays until the end."""
-    files = files_for(path)
-    if isinstance(files, Rank0Files):
-        with atomic_write(path, files) as draft:
-            yield draft
-    else:
-        yield path_to_write(path)
+    return files_for(path).location_to_write(path, flags)
 
 
 # ------------------------------------------------------------------------------------ opening
@@ -153,10 +106,11 @@ def open_(
     """For `open`. If the script gives an opener, that calls os.open."""
     files = files_for(file)
     given = opener or (args[5] if len(args) > 5 else None)
-    if isinstance(files, Rank0Files) and not {*"wax+"}.isdisjoint(mode):
+    reads = files is PASSTHROUGH or {*"wax+"}.isdisjoint(mode)
+    if not reads:
         files.keep(file)
     if isinstance(files, OverlayFiles) and given is None:
-        if {*"wax+"}.isdisjoint(mode):
+        if reads:
             is_installed, opened = files.use_installed(
                 file, functools.partial(_open_at, original, file, mode, *args[:5], **kwargs), _close
             )
@@ -192,7 +146,7 @@ def os_open(
 ) -> Any:
     """For os.open."""
     files = files_for(path)
-    if isinstance(files, Rank0Files) and flags & _CHANGES:
+    if flags & _CHANGES:
         files.keep(path)
     if not isinstance(files, OverlayFiles):
         return original(path, flags, mode, dir_fd=dir_fd)
@@ -245,11 +199,8 @@ def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
 @_resolve_dir_fds
 def set_metadata(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.chmod, os.utime and so on. A file that is not this rank's own stays as it is."""
-    files = files_for(path)
-    if not isinstance(files, OverlayFiles):
-        return original(path, *args, **kwargs)
     with script_paths_in_errors(path):
-        location = files.own_location(path, follow=kwargs.get("follow_symlinks", True))
+        location = files_for(path).own_location(path, follow=kwargs.get("follow_symlinks", True))
         return None if location is None else original(location, *args, **kwargs)
 
 
@@ -262,7 +213,8 @@ def _makes(*, directory: bool) -> Function:
     @_resolve_dir_fds
     def answer(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         with script_paths_in_errors(path):
-            return original(path_to_create(path, directory=directory), *args, **kwargs)
+            location = files_for(path).new_location(path, directory=directory)
+            return original(location, *args, **kwargs)
 
     return answer
 
@@ -274,11 +226,8 @@ mkdir, mknod = _makes(directory=True), _makes(directory=False)
 @_resolve_dir_fds
 def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.symlink."""
-    files = _files_for_new_link(dst)
-    if isinstance(files, OverlayFiles):
-        with script_paths_in_errors(src, dst):
-            return original(src, files.new_location(dst))
-    return original(src, dst, *args, **kwargs)
+    if not files_for(dst).symlink(src, dst):
+        original(src, dst, *args, **kwargs)
 
 
 _LINK_FOLLOWS = "os.name" in (getattr(os.link, "__text_signature__", None) or "")
@@ -291,7 +240,7 @@ def link(
     """For os.link, which follows a symbolic link `src`: in older Pythons (3.13) only if it is given
     descriptors, on Linux."""
     files = files_for(dst, src)
-    if files is None:
+    if files is PASSTHROUGH:
         return original(src, dst, follow_symlinks=follow_symlinks, **dir_fds)
     follows = _LINK_FOLLOWS or any(fd is not None for fd in dir_fds.values())
     if not (follow_symlinks and follows):
@@ -303,57 +252,30 @@ def link(
 
 
 @_resolve_dir_fds
-def _link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
-    files = _files_for_new_link(dst, src)
-    if isinstance(files, OverlayFiles):
-        with script_paths_in_errors(src, dst):
-            return files.link(src, dst)
-    return original(src, dst, follow_symlinks=False, **kwargs)
-
-
-def _files_for_new_link(dst: Any, *src: Any) -> Rank0Files | OverlayFiles | None:
-    files = files_for(dst, *src)
-    if files is not None:
-        files.clear_links()
-    if isinstance(files, Rank0Files):
-        files.keep(dst, follow=False)
-    return files
-
-
-def _removes(remove: Callable[[OverlayFiles, Any], bool], *, never_written_again: bool) -> Function:
-    """A replacement of a function that removes a path."""
-
-    @_resolve_dir_fds
-    def answer(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
-        files = files_for(path)
-        with script_paths_in_errors(path):
-            if isinstance(files, OverlayFiles) and remove(files, path):
-                return None
-        if isinstance(files, Rank0Files):
-            files.keep(path, follow=False, never_written_again=never_written_again)
-            files.clear_links()
-        return original(path, dir_fd=dir_fd)
-
-    return answer
-
-
-unlink = _removes(OverlayFiles.unlink, never_written_again=True)
-"""For os.unlink and os.remove."""
-rmdir = _removes(OverlayFiles.rmdir, never_written_again=False)
-"""For os.rmdir, which fails for a file: that may still be written."""
+def _link(original: Function, src: Any, dst: Any, **kwargs: Any) -> None:
+    if not files_for(dst, src).link(src, dst):
+        original(src, dst, follow_symlinks=False, **kwargs)
 
 
 @_resolve_dir_fds
-def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
+def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> None:
+    """For os.unlink and os.remove."""
+    if not files_for(path).unlink(path):
+        original(path, dir_fd=dir_fd)
+
+
+@_resolve_dir_fds
+def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> None:
+    """For os.rmdir."""
+    if not files_for(path).rmdir(path):
+        original(path, dir_fd=dir_fd)
+
+
+@_resolve_dir_fds
+def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> None:
     """For os.rename and os.replace."""
-    files = files_for(src, dst)
-    with script_paths_in_errors(src, dst):
-        if isinstance(files, OverlayFiles) and files.rename(src, dst):
-            return None
-    if isinstance(files, Rank0Files):
-        files.keep_rename(src, dst)
-        files.clear_links()
-    return original(src, dst, **kwargs)
+    if not files_for(src, dst).rename(src, dst):
+        original(src, dst, **kwargs)
 
 
 def rmtree(
@@ -361,7 +283,7 @@ def rmtree(
 ) -> Any:
     """For shutil.rmtree: let it work by paths, not by file descriptors."""
     files = files_for(path)
-    if files is None:
+    if files is PASSTHROUGH:
         return original(path, *args, dir_fd=dir_fd, **kwargs)
     if dir_fd is not None:
         with script_paths_in_errors(path):
@@ -379,16 +301,13 @@ def rmtree(
 
 def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
-    files = files_for(path)
     with script_paths_in_errors(path):
-        original(files.directory_location(path) if isinstance(files, OverlayFiles) else path)
+        original(files_for(path).directory_location(path))
 
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
-    files = files_for()
-    here: str = original()
-    return files.visible_path(here) if isinstance(files, OverlayFiles) else here
+    return files_for().visible_path(original())
 
 
 def getcwdb(original: Function) -> bytes:

@@ -12,7 +12,12 @@ from typing import Any
 from instep.unedited.errors import UneditedError
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer, copy, is_directory, real_lstat
-from instep.unedited.files.paths import PathResolver, StrOrBytesPath, path_error
+from instep.unedited.files.paths import (
+    PathResolver,
+    StrOrBytesPath,
+    path_error,
+    script_paths_in_errors,
+)
 
 CHECKPOINT_BYTES = 2 << 30
 """How much a rank's own checkpoints may take in all, without the last one."""
@@ -38,7 +43,6 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     def location_to_read(self, path: StrOrBytesPath) -> str:
-        """The same, to read its content. UneditedError if rank 0 could not keep the content."""
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
         self._check_content(resolved, location)
@@ -129,18 +133,12 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     def directory_location(self, path: StrOrBytesPath) -> str:
-        """Where to change to for the directory `path`: the real one if it is visible."""
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
         return resolved if os.path.isdir(resolved) and os.path.isdir(location) else location
 
     @bypass_overlay()
-    def location_to_write(self, path: StrOrBytesPath, flags: int = os.O_CREAT) -> str:
-        """Where to open `path` with these flags, which include writing.
-
-        Raises what one process would get: FileExistsError, FileNotFoundError, PermissionError
-        and so on.
-        """
+    def location_to_write(self, path: StrOrBytesPath, flags: int) -> str:
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         resolved = self.resolve_parents(path) if exclusive else self.resolve(path)
         if self.is_private(resolved):
@@ -175,7 +173,6 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     def record_checkpoint(self, path: StrOrBytesPath) -> None:
-        """Delete the oldest checkpoints if they take too much: by now rank 0's are complete."""
         resolved = self.resolve(path)
         self._checkpoints.pop(resolved, None)
         found = self.find(resolved)
@@ -189,7 +186,6 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> str:
-        """Where to make `path`, which must not exist. Raises FileExistsError and so on."""
         resolved = self.resolve_parents(path)
         if self.is_private(resolved):
             return resolved
@@ -198,32 +194,28 @@ class OverlayFiles(PathResolver):
         layer = self._rank_layer
         return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
-    @bypass_overlay()
     def unlink(self, path: StrOrBytesPath) -> bool:
-        """Remove a file or link; False if the caller is to remove the path itself."""
-        resolved = self.resolve_parents(path)
-        if self.is_private(resolved):
-            return False
-        found = self._existing(resolved, path)
-        if is_directory(found):
-            raise path_error(errno.EISDIR, path)
-        self._remove(resolved, path)
-        return True
+        with script_paths_in_errors(path), bypass_overlay():
+            resolved = self.resolve_parents(path)
+            if self.is_private(resolved):
+                return False
+            if is_directory(self._existing(resolved, path)):
+                raise path_error(errno.EISDIR, path)
+            self._remove(resolved, path)
+            return True
 
-    @bypass_overlay()
     def rmdir(self, path: StrOrBytesPath) -> bool:
-        """Remove an empty directory; False as above."""
-        resolved = self.resolve_parents(path)
-        if self.is_private(resolved):
-            return False
-        found = self._existing(resolved, path)
-        if not is_directory(found):
-            raise path_error(errno.ENOTDIR, path)
-        if self.names(resolved):
-            raise path_error(errno.ENOTEMPTY, path)
-        self._remove(resolved, path)
-        self.open_directories.rename(resolved, None)
-        return True
+        with script_paths_in_errors(path), bypass_overlay():
+            resolved = self.resolve_parents(path)
+            if self.is_private(resolved):
+                return False
+            if not is_directory(self._existing(resolved, path)):
+                raise path_error(errno.ENOTDIR, path)
+            if self.names(resolved):
+                raise path_error(errno.ENOTEMPTY, path)
+            self._remove(resolved, path)
+            self.open_directories.rename(resolved, None)
+            return True
 
     def _remove(self, resolved: str, path: StrOrBytesPath) -> None:
         self._check_parent(resolved, path)
@@ -231,23 +223,22 @@ class OverlayFiles(PathResolver):
         self._rank_layer.remove(resolved)
         self.clear_links()
 
-    @bypass_overlay()
     def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
-        """Rename a file or a directory; False as above."""
-        old = self.resolve_parents(source)
-        self._check_parent(old, source)
-        new = self.resolve_parents(target)
-        if self.is_private(old) and self.is_private(new):
-            return False
-        self._check_parent(new, target)
-        self._existing(old, source)
-        if old != new and not self._is_same_file(old, new):
-            self._check_rename(old, new)
-            self._rename(old, new)
-            self.open_directories.rename(new, None)
-            self.open_directories.rename(old, new)
-            self.clear_links()
-        return True
+        with script_paths_in_errors(source, target), bypass_overlay():
+            old = self.resolve_parents(source)
+            self._check_parent(old, source)
+            new = self.resolve_parents(target)
+            if self.is_private(old) and self.is_private(new):
+                return False
+            self._check_parent(new, target)
+            self._existing(old, source)
+            if old != new and not self._is_same_file(old, new):
+                self._check_rename(old, new)
+                self._rename(old, new)
+                self.open_directories.rename(new, None)
+                self.open_directories.rename(old, new)
+                self.clear_links()
+            return True
 
     def _check_rename(self, old: str, new: str) -> None:
         if new.startswith(f"{old}/"):
@@ -297,20 +288,26 @@ class OverlayFiles(PathResolver):
         except OSError:  # from another file system
             copy(location, target)
 
-    @bypass_overlay()
-    def link(self, source: StrOrBytesPath, target: StrOrBytesPath) -> None:
-        """Give a file another name. Raises what os.link would raise."""
-        old = self.resolve_parents(source)
-        found = self._existing(old, source)
-        new = self.resolve_parents(target)
-        self._check_new(new, target)
-        if is_directory(found):
-            raise path_error(errno.EPERM, source)
-        self._put(self._copy_up(old), new)
+    def link(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        self.clear_links()
+        with script_paths_in_errors(source, target), bypass_overlay():
+            old = self.resolve_parents(source)
+            found = self._existing(old, source)
+            new = self.resolve_parents(target)
+            self._check_new(new, target)
+            if is_directory(found):
+                raise path_error(errno.EPERM, source)
+            self._put(self._copy_up(old), new)
+            return True
+
+    def symlink(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        self.clear_links()
+        with script_paths_in_errors(source, target), bypass_overlay():
+            os.symlink(source, self.new_location(target))
+            return True
 
     @bypass_overlay()
     def own_location(self, path: StrOrBytesPath, *, follow: bool = True) -> str | None:
-        """The location of `path` if this rank may change its metadata; None if it is rank 0's."""
         resolved = self.resolve(path) if follow else self.resolve_parents(path)
         found = self._existing(resolved, path)
         is_own = self.is_private(resolved) or self._rank_layer.find(resolved) == found
@@ -318,7 +315,6 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     def listdir(self, path: StrOrBytesPath) -> list[str] | None:
-        """The names in a directory; None if this job has not changed them."""
         resolved = self.resolve(path)
         found = self._existing(resolved, path)
         if found == resolved and not any(any(layer.names(resolved)) for layer in self.layers):
@@ -340,12 +336,6 @@ class OverlayFiles(PathResolver):
                 lower = () if layer.masks(resolved) else names
                 names = dict.fromkeys(name for name in (*lower, *there) if name not in whiteouts)
         return list(names)
-
-    def visible_path(self, location: str) -> str:
-        """The path whose file lies at `location`."""
-        for layer in self.layers:
-            location = layer.visible_path(location)
-        return location
 
     def _existing(self, resolved: str, path: object) -> str:
         """The location of a path, or the error that one process would get."""

@@ -1,4 +1,4 @@
-"""Which file the script means by a path or by the descriptor of a directory."""
+"""What a process does with a path, and which file the script means by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from instep.unedited.files.bypass import bypass_overlay
@@ -33,26 +34,120 @@ def private_directories() -> list[str]:
     return ["/dev/", "/proc/", "/sys/", compiled, *(f"{os.path.realpath(c)}/" for c in caches)]
 
 
-class PathResolver:
+class PassthroughFiles:
+    """What a process does with a path before it reads or changes what is there.
+
+    This class does nothing, as without instep: the process works at the path itself. So does
+    rank 0, but it keeps what is about to change. Other ranks work at other locations.
+    """
+
+    layers: Sequence[Layer] = ()
+    """Those through which it reads; the first one that has an entry for a path is right."""
+    changed = ""
+    """The latest path that was changed here, or was to be; whoever asks empties it before."""
+
+    def __init__(self) -> None:
+        self.open_directories = OpenDirectories()
+        self.followed: dict[str, str] = {}
+        """Directories, and where they are after all links."""
+
+    def keep(
+        self, path: StrOrBytesPath, *, follow: bool = True, never_written_again: bool = False
+    ) -> None:
+        """On rank 0, keep what is at a path that is about to change.
+
+        `never_written_again`: no process will write into this file, so a hard link is a copy.
+        """
+
+    def add_temporary(self, path: str) -> None:
+        """Treat this path and everything below it as private: no other rank can mean it."""
+
+    def clear_links(self) -> None:
+        """Forget which links were followed: a link, or a directory above one, has changed."""
+        self.followed.clear()
+
+    def location_to_read(self, path: StrOrBytesPath) -> Any:
+        """Where to read `path`. UneditedError if rank 0 could not keep its content."""
+        return path
+
+    def location_to_write(self, path: StrOrBytesPath, flags: int) -> Any:
+        """Where to open `path` with these flags, which include writing. Raises as os.open does."""
+        self.keep(path)
+        return path
+
+    def location_to_replace(self, path: StrOrBytesPath) -> AbstractContextManager[Any]:
+        """Where to write all of `path`. Rank 0 leaves the old content there until the end."""
+        return nullcontext(self.location_to_write(path, os.O_CREAT | os.O_TRUNC))
+
+    def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> Any:
+        """Where to make `path`, which must not exist. Raises FileExistsError and so on."""
+        return path
+
+    def own_location(self, path: StrOrBytesPath, *, follow: bool = True) -> Any:
+        """The location of `path` if this rank may change its metadata; None if it is rank 0's."""
+        return path
+
+    def directory_location(self, path: StrOrBytesPath) -> Any:
+        """Where to change to for the directory `path`: the real one if it is visible."""
+        return path
+
+    def visible_path(self, location: str) -> str:
+        """The path whose file lies at `location`."""
+        for layer in self.layers:
+            location = layer.visible_path(location)
+        return location
+
+    def listdir(self, path: StrOrBytesPath) -> list[str] | None:
+        """The names in a directory; None if they are those of the real one."""
+        return None
+
+    def has_changed(self, directory: StrOrBytesPath) -> bool:
+        """On rank 0, whether this job has changed the entries of a directory."""
+        return False
+
+    def unlink(self, path: StrOrBytesPath) -> bool:
+        """Remove a file or link; False if the caller is to remove the path itself."""
+        self.keep(path, follow=False, never_written_again=True)
+        self.clear_links()
+        return False
+
+    def rmdir(self, path: StrOrBytesPath) -> bool:
+        """Remove an empty directory; False as above. It fails for a file: that may be written."""
+        self.keep(path, follow=False)
+        self.clear_links()
+        return False
+
+    def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        """Rename a file or a directory; False as above."""
+        return False
+
+    def link(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        """Give a file another name; False as above."""
+        self.clear_links()
+        self.keep(target, follow=False)
+        return False
+
+    symlink = link
+    """The same for a symbolic link to `source`."""
+
+    def record_checkpoint(self, path: StrOrBytesPath) -> None:
+        """Delete the oldest checkpoints of a rank other than 0 if they take too much."""
+
+
+class PathResolver(PassthroughFiles):
     """The base class of `Rank0Files` and `OverlayFiles`: resolves paths through layers.
 
     A resolved path is absolute, and no directory on the way to its last name is a symbolic link.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
         self.layers = layers
-        """The first one that has an entry for a path is right."""
-        self.open_directories = OpenDirectories()
         self._private = tuple(private_directories())
         self._temporary: set[str] = set()
-        self.changed = ""
-        """The latest path that was changed here, or was to be; whoever asks empties it before."""
-        self.followed: dict[str, str] = {}
-        """Directories, and where they are after all links."""
 
     @bypass_overlay()
     def add_temporary(self, path: str) -> None:
-        """Treat this path and everything below it as private: no other rank can mean it."""
         self._temporary.add(os.path.realpath(path))
 
     def is_private(self, resolved: str) -> bool:
@@ -69,16 +164,9 @@ class PathResolver:
         """The temporary files that occur in a text, in its order."""
         return sorted((path for path in self._temporary if path in text), key=text.index)
 
-    def clear_links(self) -> None:
-        """Forget which links were followed: a link, or a directory above one, has changed."""
-        self.followed.clear()
-
     def resolve_parents(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names but the last one."""
-        text = os.path.abspath(os.fsdecode(path))
-        for layer in self.layers:
-            text = layer.visible_path(text)
-        return self._resolve_parents(text)
+        return self._resolve_parents(self.visible_path(os.path.abspath(os.fsdecode(path))))
 
     def resolve(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names."""
@@ -192,3 +280,20 @@ def _kernel_path(fd: int, status: os.stat_result) -> str | None:
 def path_error(number: int, *path: object) -> OSError:
     """The error that the operating system would raise about the path that the script gave."""
     return OSError(number, os.strerror(number), *path)
+
+
+@contextmanager
+def script_paths_in_errors(path: Any, second: Any = None) -> Iterator[None]:
+    """Replace locations in errors by the paths that the script gave."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = _name_in_errors(path)
+            if second is not None:
+                error.filename2 = _name_in_errors(second)
+        raise
+
+
+def _name_in_errors(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path

@@ -6,7 +6,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
+from instep.unedited.files.atomic_writes import atomic_write
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer, clone, copy, is_directory
 from instep.unedited.files.paths import PathResolver, StrOrBytesPath
@@ -36,10 +38,6 @@ class Rank0Files(PathResolver):
     def keep(
         self, path: StrOrBytesPath, *, follow: bool = True, never_written_again: bool = False
     ) -> None:
-        """Keep what is at a path that is about to change; does nothing the second time.
-
-        `never_written_again`: no process will write into this file, so a hard link is a copy.
-        """
         try:
             resolved = self.resolve(path) if follow else self.resolve_parents(path)
         except OSError:  # a loop of links: the function that uses the path raises it
@@ -92,19 +90,33 @@ class Rank0Files(PathResolver):
             if not _try_link(location, target):
                 copy(location, target)
 
+    def location_to_replace(self, path: StrOrBytesPath) -> AbstractContextManager[str]:
+        return atomic_write(path, self)
+
+    def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> StrOrBytesPath:
+        changed = self.changed
+        self.keep(path, follow=False)
+        if os.path.lexists(path):  # as for makedirs(path, exist_ok=True)
+            self.changed = changed
+        return path
+
+    def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        self._keep_rename(source, target)
+        self.clear_links()
+        return False
+
     @bypass_overlay()
-    def keep_rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> None:
+    def _keep_rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> None:
         """Keep what is at both paths and below them, before one is renamed to the other."""
         self.keep(source, follow=False)
         self.keep(target, follow=False)
         if is_directory(os.fsdecode(source)):
             for name in os.listdir(os.fsdecode(source)):
                 below = (os.path.join(os.fsdecode(path), name) for path in (source, target))
-                self.keep_rename(*below)
+                self._keep_rename(*below)
 
     @bypass_overlay()
-    def has_changed(self, directory: str) -> bool:
-        """Whether this job has changed the entries of a directory."""
+    def has_changed(self, directory: StrOrBytesPath) -> bool:
         try:
             return any(self._before.names(self.resolve(directory)))
         except OSError:  # a loop of links, as above

@@ -18,7 +18,6 @@ from instep.process.patching import Function
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.processes.command_files import CommandFiles, GenerationChange, file_identity
 from instep.unedited.rank0_relay import Relay
 
@@ -297,10 +296,8 @@ def _starts_training_processes(how: str) -> UneditedError:
 def spawn_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
-    files = os_functions.current_files()
-    if not _installed or not isinstance(files, OverlayFiles):
-        return data
-    return data | {"instep": _InstallFiles(files.layers)}
+    layers = os_functions.current_files().layers
+    return data | {"instep": _InstallFiles(layers)} if _installed and layers else data
 
 
 class _InstallFiles:
