@@ -27,6 +27,7 @@ from instep.unedited.sharded_call.plan.call_tuner import (
     format_gain,
 )
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import current_region
 from pool import ranks
@@ -396,13 +397,13 @@ def test_copies_that_are_not_compared_any_more_share_what_is_known_of_their_call
     for _ in range(temporary_modules._COPIES):
         copy = nn.Bilinear(1, 1, 7)
         assert whole_calls.find(copy, (x, x), {}) is None
-        temporary_modules.note(copy, "it prints in its forward")
+        temporary_modules.note(copy, WholeReason("it prints in its forward"))
     first, second, wider = nn.Bilinear(1, 1, 7), nn.Bilinear(1, 1, 7), nn.Bilinear(1, 1, 8)
     assert whole_calls.find(first, (x, x), {}) is None
     whole_calls.add(first, (x, x), {}, known)
     assert whole_calls.find(second, (x, x), {}) is known
     assert whole_calls.find(wider, (x, x), {}) is None
-    temporary_modules.note(nn.Bilinear(1, 1, 7), "")  # one of them is divided after all
+    temporary_modules.note(nn.Bilinear(1, 1, 7), None)  # one of them is divided after all
     assert whole_calls.find(nn.Bilinear(1, 1, 7), (x, x), {}) is None
 
 

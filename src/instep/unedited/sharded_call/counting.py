@@ -12,12 +12,16 @@ from instep.distributed.communication.transport import get_transport
 from instep.process import print_line
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
-FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
+FEW_ROWS = WholeReason(
+    "where a batch has fewer rows than there are ranks; other batches are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)
 
 
 @dataclass
@@ -72,21 +76,22 @@ def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
     return max(sizes, default=0)
 
 
-def report_whole(module: nn.Module, why: str) -> None:
+def report_whole(module: nn.Module, why: WholeReason) -> None:
     """Print one line, once, on rank 0: what is not sharded, and why.
 
     It is not repeated for other sizes of a batch. That the batch is too small is not repeated for
     each part of what is computed whole anyway.
     """
     name = type(module).__name__
-    kind = (name, re.sub(r"\d+", "", why))
-    if kind in _reported or (call_state.whole_depth and why == FEW_ROWS):
+    kind = (name, re.sub(r"\d+", "", why.text))
+    if kind in _reported or (call_state.whole_depth and why is FEW_ROWS):
         return
     _reported.add(kind)
     group = ShardGroup.of(get_transport())
     if group.transport.rank == 0:
-        separator = " " if why.startswith("where ") else ": "
-        if group.is_virtual and why == FEW_ROWS:
-            why = why.replace("ranks", "shards")
-        line = f"every rank computes {name} whole{separator}{why}."
+        separator = " " if why.kind is ReasonKind.OF_ARGUMENTS else ": "
+        text = why.text
+        if group.is_virtual and why is FEW_ROWS:
+            text = text.replace("ranks", "shards")
+        line = f"every rank computes {name} whole{separator}{text}."
         print_line(f"{line} [INS711]")

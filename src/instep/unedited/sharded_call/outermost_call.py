@@ -15,8 +15,6 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
-from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
-from instep.unedited.sharded_call.compare.snapshot import CHANGES_PARAMETERS, MAKES_PARTS
 from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
 from instep.unedited.sharded_call.counting import (
     FEW_ROWS,
@@ -37,6 +35,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
 from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
@@ -44,15 +43,15 @@ from instep.unedited.sharded_call.run.whole_state import note_changed_parameters
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
-_IN_FIRST_CALL = (*SIDE_EFFECTS, *CHANGES_PARAMETERS)
+_IN_FIRST_CALL = (ReasonKind.SIDE_EFFECT, ReasonKind.CHANGES_PARAMETERS)
 """What many do in their first call only."""
 _CALLS_WITH_ZEROS = 64
 """So many calls of which an output was zero so far are made anew where it no longer is."""
-_CHECKPOINTED = (
+_CHECKPOINTED = WholeReason(
     "torch.utils.checkpoint(use_reentrant=False) calls it outside of a divided call, and must find "
     "the same tensors again"
 )
-_CAPTURED = "a CUDA graph captures it, which is replayed without Python"
+_CAPTURED = WholeReason("a CUDA graph captures it, which is replayed without Python")
 
 
 def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
@@ -65,9 +64,9 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     entry.calls += 1
     entry.drop_moved_plan()
     hooked, hooks = find_hooks(call.module, call.parts)
-    if entry.plan is None and not entry.why_whole:
-        entry.why_whole = find_gpu_state(call.parts)
-    if why := entry.why_whole or hooked:
+    if entry.plan is None and entry.why_whole is None:
+        entry.why_whole = WholeReason.of(find_gpu_state(call.parts))
+    if why := entry.why_whole or WholeReason.of(hooked):
         report_whole(call.module, why)
         call_counts.add_whole(call)
         return _run_parts_or_whole(call, entry, group)
@@ -84,11 +83,11 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         return _run_whole(call)
     result = _run_planned(call, entry, tuner, group, hooks)
     entry.plan, entry.why_whole = result.plan, result.why_whole
-    if result.why_whole:
+    if result.why_whole is not None:
         entry.plan = None
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
-        if result.why_whole.startswith(CHANGES_PARAMETERS):
+        if result.why_whole.kind is ReasonKind.CHANGES_PARAMETERS:
             note_changed_parameters(call.module)
     elif tuner is not None:
         tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
@@ -108,8 +107,8 @@ class _CallResult:
     """For the script."""
     plan: ShardingPlan | None
     """For the calls that follow, if they can be sharded."""
-    why_whole: str = ""
-    """Why they cannot be; "" if they can, or if this call does not tell."""
+    why_whole: WholeReason | None = None
+    """Why they cannot be; None if they can, or if this call does not tell."""
     is_sharded: bool = True
 
 
@@ -169,7 +168,7 @@ def _run_planned(
         plan, output, why = compare_traced(call, plan, entry.flow, group, gradients=gradients)
         return _conclude(entry, plan, output, why)
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
-        why = mismatch + entry.divided_calls()
+        why = WholeReason(mismatch + entry.divided_calls())
         return _CallResult(call.run_whole(), None, why, is_sharded=False)
     match mode:
         case _CallMode.TIME:
@@ -186,40 +185,42 @@ def _run_planned(
             return _CallResult(output, plan)
 
 
-def _conclude(entry: CacheEntry, plan: ShardingPlan, output: Any, why: str) -> _CallResult:
+def _conclude(
+    entry: CacheEntry, plan: ShardingPlan, output: Any, why: WholeReason | None
+) -> _CallResult:
     """What a comparison of a call that had a plan comes to."""
-    if why:
-        why += entry.divided_calls()
+    if why is not None:
+        why = why.followed_by(entry.divided_calls())
     entry.last_compared = entry.calls
-    return _CallResult(output, plan, why, is_sharded=not why)
+    return _CallResult(output, plan, why, is_sharded=why is None)
 
 
 def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
     """Make the first call with this key, or one of the next where the first ones do not tell."""
     with entry.flow.traced() as trace:
         plan, output, why = find_plan(call, group)
-    if not why:
+    if why is None:
         learn(trace, entry.flow, group)
-    if why.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
-        report_whole(call.module, f"{why} in this call")  # they are made by now
+    elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
+        report_whole(call.module, why.followed_by(" in this call"))  # they are made by now
         return _CallResult(output, None, is_sharded=False)
-    if why and max_rows(call.leaves) < group.size:
+    elif max_rows(call.leaves) < group.size:
         why = FEW_ROWS
-    if why.startswith(_IN_FIRST_CALL) and entry.calls < _FIRST_CALLS:
+    elif why.kind in _IN_FIRST_CALL and entry.calls < _FIRST_CALLS:
         return _CallResult(output, None, is_sharded=False)
-    if why != FEW_ROWS:
+    if why is not FEW_ROWS:
         temporary_modules.note(call.module, why)
     if plan is not None and plan.sums_without_rows is not None:
         plan_cache.compare_others(entry, call.module)
-    return _CallResult(output, plan, why, is_sharded=not why)
+    return _CallResult(output, plan, why, is_sharded=why is None)
 
 
 def _run_parts_or_whole(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> Any:
     """Make a call that is not sharded itself; its parts are, if it has some and they gain."""
     tuner = None if call_state.whole_depth else entry.parts_tuner(call)
     if entry.has_parts and tuner is not None:
-        return _run_by_cost(call, tuner, group, is_for_good=bool(entry.why_whole))
-    if entry.why_whole:
+        return _run_by_cost(call, tuner, group, is_for_good=entry.why_whole is not None)
+    if entry.why_whole is not None:
         _remember_whole(call, None, by_parts=entry.has_parts)
     return _run_by_parts(call) if entry.has_parts else call.run_whole()
 

@@ -27,7 +27,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     perturbed,
     relative_error,
 )
-from instep.unedited.sharded_call.compare.side_effects import observed
+from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.compare.zeroed_arguments import (
     keep_beginnings,
@@ -43,6 +43,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
     candidate_outputs,
 )
 from instep.unedited.sharded_call.plan.stored_parameters import find_stored_parameters
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
 from instep.unedited.sharded_call.run.execution import (
     LocalOutputs,
@@ -64,7 +65,9 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
-def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, Any, str]:
+def find_plan(
+    call: BoundCall, group: ShardGroup
+) -> tuple[ShardingPlan | None, Any, WholeReason | None]:
     """Find a plan for calls like this one, by trying the candidates.
 
     Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
@@ -72,7 +75,7 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     """
     if is_compiled(call.parts):
         allow_repeated_backward()
-    mismatch = first_mismatch(call.module, call.leaves, group.transport)
+    mismatch = WholeReason.of(first_mismatch(call.module, call.leaves, group.transport))
     call = gather_arguments(call)
     reference = Reference(call)
     if why := mismatch or first_reason(reference.check_supported(), group.transport):
@@ -86,46 +89,50 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
             return None, reference.value_of(call), why
         for sums_all in sums_all_rows:
             reference.sums = RowSums(reference.sum_lengths) if sums_all else None
-            found, why = _try(call, division, reference, group)
+            found, text = _try(call, division, reference, group)
             if found is not None:
-                return *found, ""
+                return *found, None
             if not sums_all:
-                reasons.append(why)
-    why = reasons[0] if reasons else "no batch among its arguments"
-    return None, reference.value_of(call), why
+                reasons.append(text)
+    text = reasons[0] if reasons else "no batch among its arguments"
+    return None, reference.value_of(call), WholeReason(text)
 
 
 def verify_plan(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, gradients: bool
-) -> tuple[ShardingPlan, Any, str]:
+) -> tuple[ShardingPlan, Any, WholeReason | None]:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
 
     Returns the plan, with what was learned; what the call returns to the script; and why it cannot
     be sharded any more. Collective.
     """
-    mismatch = first_mismatch(call.module, call.leaves, group.transport)
+    mismatch = WholeReason.of(first_mismatch(call.module, call.leaves, group.transport))
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or first_reason(reference.check_supported(), group.transport)
     reference.stored, reference.known_outputs = plan.stored, plan.outputs
     if plan.sums_without_rows is not None:
         reference.sums = RowSums(None, plan.sums_without_rows)
-    if gradients and not why:
+    if gradients and why is None:
         why = _compute_gradients(reference, call, group)
-    if not why:
-        found, why = _try(call, plan.division, reference, group)
+    if why is None:
+        found, text = _try(call, plan.division, reference, group)
         if found is not None:
-            return plan.updated(found[0]), found[1], ""
+            return plan.updated(found[0]), found[1], None
+        why = WholeReason(text)
     return plan, reference.value_of(call), why
 
 
-def _compute_gradients(reference: Reference, call: BoundCall, group: ShardGroup) -> str:
+def _compute_gradients(
+    reference: Reference, call: BoundCall, group: ShardGroup
+) -> WholeReason | None:
     """Compute those of the whole forward; says why that cannot be. Collective."""
-    why = ""
+    why = None
     try:
         reference.compute_gradients(call)
     except RuntimeError as error:  # it has freed the graph of an output
-        why = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
+        text = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
+        why = WholeReason(text)
     return first_reason(why, group.transport)
 
 
@@ -216,8 +223,8 @@ def _compare(
     start = next_sequence_number()
     with observed(is_silent=True) as effects:
         region, local, structure = run()
-    if effects.description == "its forward prints" and not compiles:
-        raise ShardedCallError(f"{effects.description} for a part of the batch")
+    if effects.first is PRINTS and not compiles:
+        raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
     if structure != reference.structure:
         raise ShardedCallError("its outputs have another structure for a part of the batch")
     after = Snapshot(call.module, call.leaves)

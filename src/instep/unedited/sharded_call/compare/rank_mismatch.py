@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
@@ -54,13 +55,13 @@ def _mismatch(parts: Mapping[str, Sequence[Any]], transport: Transport) -> str |
     return None
 
 
-def first_reason(reason: str, transport: Transport) -> str:
-    """The first of the ranks' reasons that is not empty; "" if none is. Collective.
+def first_reason(reason: WholeReason | None, transport: Transport) -> WholeReason | None:
+    """The first of the ranks' reasons; None if no rank has one. Collective.
 
     A file that the first rank has written, or a clock, may let one rank's forward print and
     another's not.
     """
-    return next(filter(None, transport.all_gather_object(reason)), "")
+    return next(filter(None, transport.all_gather_object(reason)), None)
 
 
 @dataclass(frozen=True)

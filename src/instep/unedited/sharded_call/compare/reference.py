@@ -33,6 +33,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw, OutputPlan
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Written, run_whole
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 from instep.unedited.sharded_call.run.region import find_leaves
@@ -87,7 +88,7 @@ class Reference:
         sums = SumLengths()
         with observed() as effects, nullcontext() if compiles else sums.noted():
             self.value = call.run_whole()
-        self.side_effect = "" if compiles else effects.description
+        self.side_effect = None if compiles else effects.first
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
         result = watch.result(self.value)
@@ -136,22 +137,22 @@ class Reference:
         """Whether it returns a loss, say, or another mean or sum."""
         return any(isinstance(out, Tensor) and not out.dim() for out in self.outputs)
 
-    def check_supported(self) -> str:
-        """Say what rules out sharding before it is tried; "" if nothing does."""
+    def check_supported(self) -> WholeReason | None:
+        """Say what rules out sharding before it is tried; None if nothing does."""
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
         if opaque:
-            return (
+            return WholeReason(
                 f"it returns a {type(opaque[0]).__name__}, into which instep does not look (return "
                 "a tuple, a dict or a dataclass, or register that class with "
                 "torch.utils._pytree.register_pytree_node)"
             )
         if not any(isinstance(out, Tensor) for out in self.outputs):
-            return "it returns no tensor"
+            return WholeReason("it returns no tensor")
         if self.keeping_hooks:
-            return f"a hook of {self.keeping_hooks[0]} keeps something of what it sees"
+            return WholeReason(f"a hook of {self.keeping_hooks[0]} keeps something of what it sees")
         if why := self.side_effect or self.before.find_change(self.after):
             return why
-        return "its forward changes its arguments" if self.changes_arguments else ""
+        return WholeReason("its forward changes its arguments") if self.changes_arguments else None
 
     def uses_older(self, call: BoundCall) -> bool:
         """Whether it was computed from something that is no argument and was computed before."""

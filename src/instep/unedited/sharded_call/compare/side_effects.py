@@ -17,13 +17,12 @@ from torch import Tensor
 
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
 
-
-SIDE_EFFECTS = ("its forward prints", "its forward writes files")
-"""How their descriptions begin."""
+PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
 
 
 class SideEffects:
@@ -33,22 +32,23 @@ class SideEffects:
         self.is_silent = is_silent
         """Whether what it prints is dropped."""
         self._is_file_error = is_file_error
-        self.description = ""
-        """What it did first."""
+        self.first: WholeReason | None = None
+        """What it did first, which rules out sharding."""
         self._thread = threading.current_thread()
 
-    def note(self, description: str) -> bool:
+    def note(self, effect: WholeReason) -> bool:
         """Note one; returns whether it is dropped, if that can be."""
         if threading.current_thread() is not self._thread:
             return False
-        self.description = self.description or description
+        self.first = self.first or effect
         return self.is_silent
 
     def note_file(self, path: str) -> None:
         """Note that a file is about to be written. Raises ShardedCallError if it must not be."""
-        self.note(f"its forward writes files ({os.path.basename(path)})")
+        text = f"its forward writes files ({os.path.basename(path)})"
+        self.note(WholeReason(text, ReasonKind.SIDE_EFFECT))
         if self._is_file_error and threading.current_thread() is self._thread:
-            raise ShardedCallError(self.description)
+            raise ShardedCallError(text)
 
 
 _current: SideEffects | None = None
@@ -85,7 +85,7 @@ def _observed_stream(stream: Any, effects: SideEffects) -> Iterator[None]:
         is_warning = sys._getframe(1).f_globals.get("__name__") == "warnings"
         if is_warning:  # one of each is shown, and as well in a call that is computed twice
             return len(text) if effects.is_silent else write(text)
-        return len(text) if effects.note("its forward prints") else write(text)
+        return len(text) if effects.note(PRINTS) else write(text)
 
     before = table.get("write")
     stream.write = noting
@@ -102,10 +102,11 @@ def _observed_stream(stream: Any, effects: SideEffects) -> Iterator[None]:
 def _observed_method(name: str, effects: SideEffects) -> Iterator[None]:
     """Of a tensor: what it keeps of a gradient would be that of a part of the rows."""
     method: Any = getattr(Tensor, name)
+    effect = WholeReason(f"its forward looks at the gradient of a tensor ({name})")
 
     def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_library(sys._getframe(1).f_code.co_filename):
-            effects.note(f"its forward looks at the gradient of a tensor ({name})")
+            effects.note(effect)
         return method(tensor, *args, **kwargs)
 
     before = Tensor.__dict__.get(name)

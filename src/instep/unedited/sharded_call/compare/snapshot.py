@@ -15,6 +15,7 @@ from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, join
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
@@ -33,9 +34,7 @@ class BufferDistance(NamedTuple):
     """
 
 
-MAKES_PARTS = "its forward makes the part"
 _TRAINED, _FROZEN = "its parameters", "its frozen parameters"
-CHANGES_PARAMETERS = tuple(f"its forward changes {what}" for what in (_TRAINED, _FROZEN))
 _following: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward moves frozen parameters, as MoCo's second network follows the first: from
 the next comparison on these are set back and compared as buffers are."""
@@ -124,19 +123,21 @@ class Snapshot:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
 
-    def find_change(self, after: Snapshot) -> str | None:
+    def find_change(self, after: Snapshot) -> WholeReason | None:
         """Say what a forward in between changed that rules out sharding; None if nothing."""
         for made in sorted(after._made - self._made):
-            return f"{MAKES_PARTS} {made}"
+            return WholeReason(f"its forward makes the part {made}", ReasonKind.MAKES_PART)
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
         if {*changed} == {_FROZEN}:
             _following.add(self._parts[0])
         if changed:
-            return f"its forward changes {changed[0]} in place"
+            is_parameter = changed[0] in (_TRAINED, _FROZEN)
+            kind = ReasonKind.CHANGES_PARAMETERS if is_parameter else ReasonKind.LASTING
+            return WholeReason(f"its forward changes {changed[0]} in place", kind)
         if not self._others.equals_except_torch(after._others):
-            return "its forward draws from numpy's or Python's random numbers"
-        return graph_difference.find_change(self.graph, after.graph, self._parts)
+            return WholeReason("its forward draws from numpy's or Python's random numbers")
+        return WholeReason.of(graph_difference.find_change(self.graph, after.graph, self._parts))
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
         """How far the buffers are apart that two forwards have left."""

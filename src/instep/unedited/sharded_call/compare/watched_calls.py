@@ -21,6 +21,7 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.sharded_output import has_values
@@ -29,7 +30,7 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 def run_watched(
     call: BoundCall, plan: ShardingPlan, flow: ControlFlow, group: ShardGroup
-) -> tuple[ShardingPlan, Any, str, bool]:
+) -> tuple[ShardingPlan, Any, WholeReason | None, bool]:
     """Make a planned call; if it shows anything new on any rank, make it anew and compare it.
 
     It does so, too, where it prints, writes files, or fails for the rows of some ranks. Returns
@@ -46,9 +47,9 @@ def run_watched(
         )
     if found is not None:
         planned, output = found
-        is_new = effects.description or trace.is_new or _has_first_values(planned, output)
+        is_new = effects.first or trace.is_new or _has_first_values(planned, output)
         if not on_any_rank(bool(is_new), group.transport):
-            return planned, output, "", False
+            return planned, output, None, False
         plan = planned
     elif on_any_rank(versions(call.leaves) != seen, group.transport):
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
@@ -74,11 +75,11 @@ def compare_traced(
     group: ShardGroup,
     *,
     gradients: bool,
-) -> tuple[ShardingPlan, Any, str]:
+) -> tuple[ShardingPlan, Any, WholeReason | None]:
     """As `verify_plan`, and remember the control flow if it is the same. Collective."""
     with flow.traced() as trace:
         plan, output, why = verify_plan(call, plan, group, gradients=gradients)
-    if not why:
+    if why is None:
         learn(trace, flow, group)
     return plan, output, why
 

@@ -30,6 +30,7 @@ from instep.unedited.sharded_call.plan.division import count_elements, has_text,
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import MOVED
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 MAX_COMPARED = 4
@@ -41,11 +42,13 @@ of others are computed whole."""
 SAMPLED_CALLS = frozenset(10**k for k in range(1, 20))
 """Which of an entry's calls are compared with the whole forward."""
 
-_TOO_MANY_TEXTS = (
+_TOO_MANY_TEXTS = WholeReason(
     f"more than {MAX_TEXTS} different strings came with its batches, and each may change what it "
     "does (a list with one string per row is divided with the rows)"
 )
-_TOO_MANY_ENTRIES = f"it was called with more than {MAX_ENTRIES} kinds of arguments"
+_TOO_MANY_ENTRIES = WholeReason(
+    f"it was called with more than {MAX_ENTRIES} kinds of arguments"
+)
 
 
 all_tuners: list[CallTuner] = []
@@ -62,7 +65,7 @@ class CacheEntry:
 
     key: tuple[Any, ...]
     plan: ShardingPlan | None = None
-    why_whole: str = ""
+    why_whole: WholeReason | None = None
     is_temporary: bool = False
     """Whether the script makes such modules anew in each step: there is no time for trials."""
     has_parts: bool = True
@@ -215,7 +218,7 @@ class CacheEntry:
 
 
 _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
-_temporary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_temporary: WeakKeyDictionary[nn.Module, WholeReason] = WeakKeyDictionary()
 """Modules of whose calls none is compared, and why."""
 
 
@@ -285,18 +288,19 @@ def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> Ca
         return CacheEntry((), why_whole=_TOO_MANY_ENTRIES)
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
-    why = _temporary.get(call.module, "")
+    why = _temporary.get(call.module)
     has_parts = not is_compiled([call.module])
-    entries.append(
-        CacheEntry((key, texts), why_whole=why, is_temporary=bool(why), has_parts=has_parts)
-    )
+    entry = CacheEntry((key, texts), why_whole=why, has_parts=has_parts)
+    entry.is_temporary = why is not None
     if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
-        entries[-1].why_whole = (
+        entry.why_whole = WholeReason(
             f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "
-            "other calls are not affected"
+            "other calls are not affected",
+            ReasonKind.OF_ARGUMENTS,
         )
-        entries[-1].has_parts &= torch.is_grad_enabled()
-    return entries[-1]
+        entry.has_parts &= torch.is_grad_enabled()
+    entries.append(entry)
+    return entry
 
 
 def compare_others(entry: CacheEntry, module: nn.Module) -> None:

@@ -82,7 +82,7 @@ class ShardingPlan:
     @property
     def has_reductions(self) -> bool:
         """Whether an output is a mean or a sum over the rows."""
-        return any(output.placement.startswith("partial") for output in self.outputs)
+        return any(output.placement in ("partial_mean", "partial_sum") for output in self.outputs)
 
 
 def candidate_outputs(local: Tensor, whole: Tensor, block: Block) -> Iterator[OutputPlan]:

@@ -20,8 +20,9 @@ from instep.unedited.sharded_call.plan.object_graph import (
     MODULE_TABLES,
     has_contents,
 )
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
-MOVED = (
+MOVED = WholeReason(
     "the script has replaced an object in which it keeps parameters since its calls were first "
     "divided"
 )

@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-TEMPORARY = "the script makes a new one in each step"
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
+
+TEMPORARY = WholeReason("the script makes a new one in each step")
 _WRAPPERS, _COPIES = 2, 4
 """After so many others around the same parameters, or with others of the same shapes that were
 found to be whole, a module is not compared any more."""
@@ -26,7 +28,7 @@ class _ModuleKind:
 
     compared: int = 0
     """How many of them."""
-    why_whole: str = ""
+    why_whole: WholeReason | None = None
     """Of the last one."""
     was_sharded: bool = False
     whole_calls: dict[Any, Any] = field(default_factory=dict)
@@ -58,15 +60,15 @@ _kinds: dict[tuple[Any, ...], _ModuleKind] = {}
 _counted: WeakSet[nn.Module] = WeakSet()
 
 
-def find_reason(module: nn.Module) -> str:
-    """Why a module that was never called before is not even compared; "" if it is."""
+def find_reason(module: nn.Module) -> WholeReason | None:
+    """Why a module that was never called before is not even compared; None if it is."""
     first = next(iter(nn.Module.parameters(module)))
     wrappers: _Wrappers = _wrappers.setdefault(first, {}).setdefault(_name_of(module), _Wrappers())
     wrappers.count += 1
     if wrappers.is_whole:
         return TEMPORARY
     kind = _kinds.get(_key_of(module))
-    return kind.why_whole if kind is not None and kind.is_whole else ""
+    return kind.why_whole if kind is not None and kind.is_whole else None
 
 
 def find_whole_calls(module: nn.Module) -> dict[Any, Any]:
@@ -82,10 +84,10 @@ def find_whole_calls(module: nn.Module) -> dict[Any, Any]:
     return kind.whole_calls if kind is not None and kind.is_whole else {}
 
 
-def note(module: nn.Module, why_whole: str) -> None:
+def note(module: nn.Module, why_whole: WholeReason | None) -> None:
     """Remember what a comparison has found; several of one module count once."""
     kind = _kinds.setdefault(_key_of(module), _ModuleKind())
-    kind.was_sharded |= not why_whole
+    kind.was_sharded |= why_whole is None
     if module not in _counted:
         _counted.add(module)
         kind.compared += 1

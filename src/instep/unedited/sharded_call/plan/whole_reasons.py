@@ -1,0 +1,39 @@
+"""Why a call is computed whole on every rank, and what that means for the calls after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+
+class ReasonKind(Enum):
+    """What is decided by a reason."""
+
+    LASTING = auto()
+    """It holds for all calls like this one."""
+    OF_ARGUMENTS = auto()
+    """It lies in the arguments; its text begins with "where", and other calls are not affected."""
+    SIDE_EFFECT = auto()
+    """A forward has done what cannot be undone; many do it in their first call only."""
+    CHANGES_PARAMETERS = auto()
+    """Likewise; and the ranks' parameters may come to differ by rounding."""
+    MAKES_PART = auto()
+    """A forward has made a part of its module, which the next call finds."""
+
+
+@dataclass(frozen=True)
+class WholeReason:
+    """Why a call is computed whole."""
+
+    text: str
+    """For the user, without a full stop."""
+    kind: ReasonKind = ReasonKind.LASTING
+
+    @classmethod
+    def of(cls, text: str | None) -> WholeReason | None:
+        """A lasting one with this text; None if there is none."""
+        return cls(text) if text else None
+
+    def followed_by(self, text: str) -> WholeReason:
+        """The same, with more text at the end."""
+        return replace(self, text=self.text + text)
