@@ -4,65 +4,23 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
-from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
-from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.call_comparison import CallComparison
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
-from instep.unedited.sharded_call.compare.rounding import (
-    PERTURBATIONS,
-    output_tolerance,
-    perturbed,
-    relative_error,
-)
-from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
-from instep.unedited.sharded_call.compare.snapshot import Snapshot
-from instep.unedited.sharded_call.compare.zeroed_arguments import (
-    keep_beginnings,
-    keep_half,
-    zeroed,
-)
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
+from instep.unedited.sharded_call.plan.division import candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
-from instep.unedited.sharded_call.plan.sharding_plan import (
-    OutputPlan,
-    ShardingPlan,
-    candidate_outputs,
-)
-from instep.unedited.sharded_call.plan.stored_parameters import find_stored_parameters
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
-from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
-from instep.unedited.sharded_call.run.execution import (
-    LocalOutputs,
-    gather_arguments,
-    join_output,
-    run_local,
-    run_planned,
-)
-from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
-from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
-from instep.unedited.sharded_call.run.sharded_output import has_values
-from instep.unedited.sharded_call.run.tensor_subclasses import (
-    has_attributes_of,
-    is_equal,
-    is_subclass,
-)
-from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
+from instep.unedited.sharded_call.run.execution import gather_arguments
+from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
+
+_NO_BATCH = WholeReason("no batch among its arguments")
 
 
 def find_plan(
@@ -75,27 +33,26 @@ def find_plan(
     """
     if is_compiled(call.parts):
         allow_repeated_backward()
-    mismatch = WholeReason.of(first_mismatch(call.module, call.leaves, group.transport))
-    call = gather_arguments(call)
-    reference = Reference(call)
-    if why := mismatch or first_reason(reference.check_supported(), group.transport):
-        return None, reference.value_of(call), why
-    reasons = []
+    comparison, why = _begin(call, group)
+    reference = comparison.reference
+    divisions = list(candidate_divisions(comparison.call.leaves, at_least=group.size))
+    if why is None:
+        why = _compute_gradients(reference, group) if divisions else _NO_BATCH
+    if why is not None:
+        return None, reference.value(), why
     sums_all_rows = [False]
     if not group.is_virtual and on_any_rank(bool(reference.sum_lengths), group.transport):
         sums_all_rows = [True, False] if reference.returns_scalar else [False, True]
-    for division in candidate_divisions(call.leaves, at_least=group.size):
-        if reference.vjp is None and (why := _compute_gradients(reference, call, group)):
-            return None, reference.value_of(call), why
+    reasons = []
+    for division in divisions:
         for sums_all in sums_all_rows:
-            reference.sums = RowSums(reference.sum_lengths) if sums_all else None
-            found, text = _try(call, division, reference, group)
+            comparison.sums = RowSums(reference.sum_lengths) if sums_all else None
+            found, text = comparison.try_division(division)
             if found is not None:
                 return *found, None
             if not sums_all:
                 reasons.append(text)
-    text = reasons[0] if reasons else "no batch among its arguments"
-    return None, reference.value_of(call), WholeReason(text)
+    return None, reference.value(), WholeReason(reasons[0])
 
 
 def verify_plan(
@@ -106,285 +63,35 @@ def verify_plan(
     Returns the plan, with what was learned; what the call returns to the script; and why it cannot
     be sharded any more. Collective.
     """
-    mismatch = WholeReason.of(first_mismatch(call.module, call.leaves, group.transport))
-    call = gather_arguments(call)
-    reference = Reference(call)
-    why = mismatch or first_reason(reference.check_supported(), group.transport)
-    reference.stored, reference.known_outputs = plan.stored, plan.outputs
+    comparison, why = _begin(call, group)
+    comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
     if plan.sums_without_rows is not None:
-        reference.sums = RowSums(None, plan.sums_without_rows)
+        comparison.sums = RowSums(None, plan.sums_without_rows)
     if gradients and why is None:
-        why = _compute_gradients(reference, call, group)
+        why = _compute_gradients(comparison.reference, group)
     if why is None:
-        found, text = _try(call, plan.division, reference, group)
+        found, text = comparison.try_division(plan.division)
         if found is not None:
             return plan.updated(found[0]), found[1], None
         why = WholeReason(text)
-    return plan, reference.value_of(call), why
+    return plan, comparison.reference.value(), why
 
 
-def _compute_gradients(
-    reference: Reference, call: BoundCall, group: ShardGroup
-) -> WholeReason | None:
+def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeReason | None]:
+    """Make the whole call, and say what rules out sharding before it is tried. Collective."""
+    mismatch = first_mismatch(call.module, call.leaves, group.transport)
+    comparison = CallComparison(gather_arguments(call), group)
+    if mismatch is not None:
+        return comparison, WholeReason(mismatch)
+    return comparison, first_reason(comparison.reference.check_supported(), group.transport)
+
+
+def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason | None:
     """Compute those of the whole forward; says why that cannot be. Collective."""
     why = None
     try:
-        reference.compute_gradients(call)
+        reference.compute_gradients()
     except RuntimeError as error:  # it has freed the graph of an output
         text = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
         why = WholeReason(text)
     return first_reason(why, group.transport)
-
-
-def _try(
-    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
-) -> tuple[tuple[ShardingPlan, Any] | None, str]:
-    """The plan and what the call returns; or why not, and all is as the whole forward left it."""
-    if reference.is_random and not reference.drawn:
-        reference.note_draws(call)  # in a part of the batch another length may equal its rows
-    while True:
-        reference.before.restore()
-        found, why = _attempt(call, division, reference, group)
-        if found is not None:
-            plan, joined = found
-            return (plan, write_back(unflatten(joined, plan.structure), call)), ""
-        if not _has_learned(call, division, reference, group):
-            reference.after.restore()
-            return None, why
-
-
-def _attempt(
-    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
-) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
-    """The plan and the joined outputs, if all ranks have found the same as the whole forward."""
-    with observed(is_silent=True):
-        return attempt(
-            lambda checked: _compare(call, division, reference, replace(group, transport=checked)),
-            group.transport,
-            checks_indices=call.is_on_accelerator,
-        )
-
-
-def _has_learned(
-    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
-) -> bool:
-    """Whether more is known of the call now by which a difference may be explained."""
-    transport = group.transport
-    if reference.stored is None and on_any_rank(reference.has_foreign_leaf, transport):
-        reference.stored = find_stored_parameters(call.module)
-        if reference.stored:
-            return True
-    if on_any_rank(reference.in_doubt, transport):
-        reference.measure_noise(call)
-        return True
-    if on_any_rank(reference.sums_in_doubt, transport):
-        reference.measure_sums(call)
-        return True
-    if not reference.flips and on_any_rank(reference.may_flip, transport):
-        reference.flips = _is_same_in_another_rounding(call, division, reference, group)
-        return reference.flips
-    return False
-
-
-def _is_same_in_another_rounding(
-    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
-) -> bool:
-    """Whether the sharded call has the gradients of the whole one if its parameters are one
-    rounding error away. Units that flip do not flip in each rounding; a wrong sum is always wrong.
-    """
-    for seed in range(PERTURBATIONS, 2 * PERTURBATIONS):  # not those that the noise is known from
-        reference.before.restore()
-        with perturbed(call.module, seed):
-            found, _ = _attempt(call, division, reference, group)
-        if found is not None:
-            return True
-    return False
-
-
-def _compare(
-    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
-) -> tuple[ShardingPlan, list[Any]]:
-    """Run the call with this division. Raises ShardedCallError if it is not the same."""
-    run = partial(
-        run_local,
-        call,
-        division,
-        group,
-        is_random=reference.is_random,
-        row_dims=DrawRowDims(reference.drawn),
-        stored=reference.stored or (),
-        sums=reference.sums,
-    )
-    compiles = is_compiled(call.parts)  # which logs what it compiles
-    if compiles and call.is_on_accelerator:
-        with torch.compiler.set_stance("force_eager"):  # of what is fused no indices are seen
-            run()
-        reference.before.restore()
-    start = next_sequence_number()
-    with observed(is_silent=True) as effects:
-        region, local, structure = run()
-    if effects.first is PRINTS and not compiles:
-        raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
-    if structure != reference.structure:
-        raise ShardedCallError("its outputs have another structure for a part of the batch")
-    after = Snapshot(call.module, call.leaves)
-    if why := reference.find_difference(after):
-        raise ShardedCallError(why)
-    own = list(chain(*local))
-    if group.is_virtual:  # the threads of shards number their nodes from 0
-        start = 0
-    reference.has_foreign_leaf = (group.is_virtual and reference.uses_older(call)) or (
-        find_leaves(own, start) != []  # then the leaves are looked at in each call
-        if reference.stored
-        else _has_foreign_leaf(own, start, call, reference)
-    )
-    if reference.has_foreign_leaf:
-        raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
-    in_caches = leaves_in_caches(structure)  # of which nobody reads most
-    outputs = tuple(
-        replace(_plan_output(parts, k, reference, region, in_caches[k]), is_lazy=in_caches[k])
-        for k, parts in enumerate(local)
-    )
-    generators = tuple(reference.before.graph.generators)
-    is_random = reference.is_random or bool(generators)  # its own may begin to draw later
-    plan = ShardingPlan(
-        division,
-        outputs,
-        structure,
-        is_random,
-        generators,
-        region.row_dims.found,
-        reference.changes_attributes,
-        reference.stored or (),
-        _agreed_sums(reference, group),
-    )
-    tag_outputs(chain(*local), region)
-    if not reference.matches_gradients(_join(local, plan, region)):
-        raise ShardedCallError("its gradients are not those of the whole batch")
-    joined = _join(local, plan, region)
-    if plan.has_reductions and not _holds_for_others(call, plan, reference, group):
-        raise ShardedCallError("it divides by something else than its rows")
-    after.restore()  # what was computed since has left traces
-    return plan, joined
-
-
-def _agreed_sums(reference: Reference, group: ShardGroup) -> frozenset[Place] | None:
-    """The places of sums without rows, if they are the same on all ranks. Collective.
-
-    Raises ShardedCallError where they are not.
-    """
-    if reference.sums is None:
-        return None
-    places = group.transport.all_gather_object(reference.sums.without_rows)
-    if places[0] is None or any(each != places[0] for each in places):
-        raise ShardedCallError("some of its sums go over rows in some calls only")
-    return places[0]
-
-
-def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
-    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
-
-
-def _holds_for_others(
-    call: BoundCall, plan: ShardingPlan, reference: Reference, group: ShardGroup
-) -> bool:
-    """Whether a plan with means or sums over rows also holds for other arguments.
-
-    A mean over kept tokens looks like one over rows as long as all are kept. So about half of the
-    arguments' elements are set to zero, which is as good a class, token or mask as any; or, where
-    the whole forward refuses that, the ends of its rows.
-    """
-    generator, before = torch.Generator().manual_seed(0), reference.before
-    for kept in (keep_half, keep_beginnings):
-        leaves = [
-            zeroed(leaf, dim, kept, generator)
-            for leaf, dim in zip(call.leaves, plan.division.dims, strict=True)
-        ]
-        other = call.with_leaves(leaves)
-        before.restore()
-        try:
-            wholes, structure = flatten(_values_of(other, reference))
-            break
-        except Exception:  # of the script's forward
-            if kept is keep_beginnings:
-                raise
-    before.restore()
-    region, local, local_structure = run_planned(other, plan, group)
-    return structure == local_structure and all(
-        not isinstance(whole, Tensor)
-        or relative_error(join_output(_detached(parts), how, region), whole)
-        <= output_tolerance(whole)
-        for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
-    )
-
-
-def _values_of(call: BoundCall, reference: Reference) -> Any:
-    """What the whole forward returns for the arguments of `call`, from the state before it."""
-    if reference.is_released and call.module.training:  # save the memory of another graph
-        with suppress(RuntimeError), torch.no_grad():  # a forward may compute gradients itself
-            return run_whole(call)
-        reference.before.restore()
-    return run_whole(call)
-
-
-def _plan_output(
-    parts: Sequence[Any], k: int, reference: Reference, region: Region, in_cache: bool
-) -> OutputPlan:
-    """How the ranks' `k`-th outputs become that of the whole forward. Raises ShardedCallError."""
-    whole, local = reference.outputs[k], parts[0]
-    if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
-        return OutputPlan("shard")
-    if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
-        if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
-            raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
-        return OutputPlan("replicate")
-    if is_subclass(whole) and not has_attributes_of(whole, local):
-        raise ShardedCallError(
-            f"it returns a {type(whole).__name__} whose attributes depend on the rows"
-        )
-    if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
-        return OutputPlan("replicate")  # the length of a window, say; as a plain number would be
-    had_values = has_values(whole)
-    known = reference.known_outputs[k] if reference.known_outputs else None
-    candidates = list(candidate_outputs(local, whole, region.blocks[0]))
-    if known is not None:  # it is kept as long as it can be, and replaced if nothing has proven it
-        like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
-        candidates = like_known + [each for each in candidates if not known.has_values]
-        had_values |= known.has_values
-    for plan in candidates:
-        joined = join_output(_detached(parts), plan, region)
-        # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
-        if plan.placement == "shard":
-            matches = reference.matches_output(k, joined)
-        else:
-            matches = relative_error(joined, whole) <= output_tolerance(whole)
-        if matches:
-            return replace(plan, has_values=had_values)
-    which = f" {k + 1} of {len(reference.outputs)}" if len(reference.outputs) > 1 else ""
-    shape = f"a tensor of shape {list(whole.shape)}"
-    raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
-
-
-def _detached(parts: Sequence[Any]) -> list[Any]:
-    return [part.detach() for part in parts]
-
-
-def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
-    """Whether all shards' lists, one after the other, are the whole one. Collective."""
-    if len(whole) != region.blocks[0].total:
-        return False
-    lists = region.group.transport.all_gather_object(list(chain(*parts)))
-    return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
-
-
-def _has_foreign_leaf(
-    outputs: Sequence[Any], start: int, call: BoundCall, reference: Reference
-) -> bool:
-    """Whether these were computed from something that requires a gradient and is neither an
-    argument nor a parameter of the module, nor made by the forward, another one each time."""
-    leaves = find_leaves(outputs, start)
-    if not leaves:
-        return leaves is None
-    known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
-    others = {id(leaf) for leaf in reference.leaves()} - known
-    return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)

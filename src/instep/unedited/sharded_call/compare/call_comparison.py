@@ -1,0 +1,329 @@
+"""One call: its whole forward, and sharded ones that are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.numbers import on_any_rank
+from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
+from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.rounding import (
+    PERTURBATIONS,
+    output_tolerance,
+    perturbed,
+    relative_error,
+)
+from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.tolerances import Tolerances
+from instep.unedited.sharded_call.compare.zeroed_arguments import (
+    keep_beginnings,
+    keep_half,
+    zeroed,
+)
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.sharding_plan import (
+    OutputPlan,
+    ShardingPlan,
+    candidate_outputs,
+)
+from instep.unedited.sharded_call.plan.stored_parameters import (
+    StoredParameter,
+    find_stored_parameters,
+)
+from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
+from instep.unedited.sharded_call.run.execution import (
+    LocalOutputs,
+    join_output,
+    run_local,
+    run_planned,
+)
+from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
+from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
+from instep.unedited.sharded_call.run.sharded_output import has_values
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    has_attributes_of,
+    is_equal,
+    is_subclass,
+)
+from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
+
+
+class CallComparison:
+    """A call, made whole once, and then sharded until it is the same or no reason is left why it
+    should be."""
+
+    def __init__(self, call: BoundCall, group: ShardGroup) -> None:
+        self.call, self._group = call, group
+        self.reference = Reference(call)
+        self._tolerances = Tolerances(call, self.reference)
+        self.sums: RowSums | None = None
+        """Which of its sums are to be those of the whole batch when it is sharded; None: none."""
+        self.known_outputs: tuple[OutputPlan, ...] = ()
+        """How they were joined in earlier calls."""
+        self.stored: tuple[StoredParameter, ...] | None = None
+        """The places beside its own tables where aliases stand in for its parameters; None until
+        they are looked for."""
+        self._has_foreign_leaf = False
+        """Whether a sharded call used a tensor from outside that requires a gradient."""
+
+    def try_division(self, division: Division) -> tuple[tuple[ShardingPlan, Any] | None, str]:
+        """The plan and what the call returns; or why not, and all is as the whole forward left it.
+
+        Collective.
+        """
+        if self.reference.is_random and not self.reference.drawn:
+            self.reference.note_draws()  # in a part of the batch another length may equal its rows
+        while True:
+            self.reference.before.restore()
+            found, why = self._attempt(division)
+            if found is not None:
+                plan, joined = found
+                return (plan, write_back(unflatten(joined, plan.structure), self.call)), ""
+            if not self._has_learned(division):
+                self.reference.after.restore()
+                return None, why
+
+    def _attempt(
+        self, division: Division
+    ) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
+        """The plan and the joined outputs, if all ranks have found the same as the whole
+        forward."""
+        with observed(is_silent=True):
+            return attempt(
+                lambda checked: self._compare(division, replace(self._group, transport=checked)),
+                self._group.transport,
+                checks_indices=self.call.is_on_accelerator,
+            )
+
+    def _has_learned(self, division: Division) -> bool:
+        """Whether more is known of the call now by which a difference may be explained."""
+        transport, tolerances = self._group.transport, self._tolerances
+        if self.stored is None and on_any_rank(self._has_foreign_leaf, transport):
+            self.stored = find_stored_parameters(self.call.module)
+            if self.stored:
+                return True
+        if on_any_rank(tolerances.needs_noise, transport):
+            tolerances.measure_noise()
+            return True
+        if on_any_rank(tolerances.needs_sums, transport):
+            tolerances.measure_sums()
+            return True
+        if not tolerances.flips and on_any_rank(tolerances.may_flip, transport):
+            tolerances.flips = self._is_same_in_another_rounding(division)
+            return tolerances.flips
+        return False
+
+    def _is_same_in_another_rounding(self, division: Division) -> bool:
+        """Whether the sharded call has the gradients of the whole one if its parameters are one
+        rounding error away. Units that flip do not flip in each rounding; a wrong sum is always
+        wrong."""
+        for seed in range(PERTURBATIONS, 2 * PERTURBATIONS):  # not those that tell the noise
+            self.reference.before.restore()
+            with perturbed(self.call.module, seed):
+                found, _ = self._attempt(division)
+            if found is not None:
+                return True
+        return False
+
+    def _compare(
+        self, division: Division, group: ShardGroup
+    ) -> tuple[ShardingPlan, list[Any]]:
+        """Run the call with this division. Raises ShardedCallError if it is not the same."""
+        call, reference = self.call, self.reference
+        run = partial(
+            run_local,
+            call,
+            division,
+            group,
+            is_random=reference.is_random,
+            row_dims=DrawRowDims(reference.drawn),
+            stored=self.stored or (),
+            sums=self.sums,
+        )
+        compiles = is_compiled(call.parts)  # which logs what it compiles
+        if compiles and call.is_on_accelerator:
+            with torch.compiler.set_stance("force_eager"):  # of what is fused no indices are seen
+                run()
+            reference.before.restore()
+        start = next_sequence_number()
+        with observed(is_silent=True) as effects:
+            region, local, structure = run()
+        if effects.first is PRINTS and not compiles:
+            raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
+        if structure != reference.structure:
+            raise ShardedCallError("its outputs have another structure for a part of the batch")
+        after = Snapshot(call.module, call.leaves)
+        if why := self._tolerances.find_difference(after):
+            raise ShardedCallError(why)
+        own = list(chain(*local))
+        if group.is_virtual:  # the threads of shards number their nodes from 0
+            start = 0
+        self._has_foreign_leaf = (group.is_virtual and reference.uses_older()) or (
+            find_leaves(own, start) != []  # then the leaves are looked at in each call
+            if self.stored
+            else _has_foreign_leaf(own, start, call, reference)
+        )
+        if self._has_foreign_leaf:
+            raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
+        in_caches = leaves_in_caches(structure)  # of which nobody reads most
+        outputs = tuple(
+            replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=in_caches[k])
+            for k, parts in enumerate(local)
+        )
+        generators = tuple(reference.before.graph.generators)
+        is_random = reference.is_random or bool(generators)  # its own may begin to draw later
+        plan = ShardingPlan(
+            division,
+            outputs,
+            structure,
+            is_random,
+            generators,
+            region.row_dims.found,
+            reference.changes_attributes,
+            self.stored or (),
+            _agreed_sums(self.sums, group),
+        )
+        tag_outputs(chain(*local), region)
+        if not self._tolerances.matches_gradients(_join(local, plan, region)):
+            raise ShardedCallError("its gradients are not those of the whole batch")
+        joined = _join(local, plan, region)
+        if plan.has_reductions and not self._holds_for_others(plan, group):
+            raise ShardedCallError("it divides by something else than its rows")
+        after.restore()  # what was computed since has left traces
+        return plan, joined
+
+    def _plan_output(
+        self, parts: Sequence[Any], k: int, region: Region, in_cache: bool
+    ) -> OutputPlan:
+        """How the ranks' `k`-th outputs become that of the whole forward. Raises
+        ShardedCallError."""
+        whole, local = self.reference.outputs[k], parts[0]
+        if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
+            return OutputPlan("shard")
+        if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
+            if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
+                raise ShardedCallError(
+                    f"it returns a {type(whole).__name__} that depends on the rows"
+                )
+            return OutputPlan("replicate")
+        if is_subclass(whole) and not has_attributes_of(whole, local):
+            raise ShardedCallError(
+                f"it returns a {type(whole).__name__} whose attributes depend on the rows"
+            )
+        if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
+            return OutputPlan("replicate")  # the length of a window, say; as a plain number would
+        had_values = has_values(whole)
+        known = self.known_outputs[k] if self.known_outputs else None
+        candidates = list(candidate_outputs(local, whole, region.blocks[0]))
+        if known is not None:  # it is kept as long as it can be, and replaced if nothing proves it
+            like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
+            candidates = like_known + [each for each in candidates if not known.has_values]
+            had_values |= known.has_values
+        for plan in candidates:
+            joined = join_output(_detached(parts), plan, region)
+            # A wrong mean may be near the right one: only rows get the benefit of the doubt.
+            if plan.placement == "shard":
+                matches = self._tolerances.matches_output(k, joined)
+            else:
+                matches = relative_error(joined, whole) <= output_tolerance(whole)
+            if matches:
+                return replace(plan, has_values=had_values)
+        count = len(self.reference.outputs)
+        which = f" {k + 1} of {count}" if count > 1 else ""
+        shape = f"a tensor of shape {list(whole.shape)}"
+        raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
+
+    def _holds_for_others(self, plan: ShardingPlan, group: ShardGroup) -> bool:
+        """Whether a plan with means or sums over rows also holds for other arguments.
+
+        A mean over kept tokens looks like one over rows as long as all are kept. So about half of
+        the arguments' elements are set to zero, which is as good a class, token or mask as any; or,
+        where the whole forward refuses that, the ends of its rows.
+        """
+        generator, before = torch.Generator().manual_seed(0), self.reference.before
+        for kept in (keep_half, keep_beginnings):
+            leaves = [
+                zeroed(leaf, dim, kept, generator)
+                for leaf, dim in zip(self.call.leaves, plan.division.dims, strict=True)
+            ]
+            other = self.call.with_leaves(leaves)
+            before.restore()
+            try:
+                wholes, structure = flatten(self._values_of(other))
+                break
+            except Exception:  # of the script's forward
+                if kept is keep_beginnings:
+                    raise
+        before.restore()
+        region, local, local_structure = run_planned(other, plan, group)
+        return structure == local_structure and all(
+            not isinstance(whole, Tensor)
+            or relative_error(join_output(_detached(parts), how, region), whole)
+            <= output_tolerance(whole)
+            for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
+        )
+
+    def _values_of(self, call: BoundCall) -> Any:
+        """What the whole forward returns for the arguments of `call`, from the state before it."""
+        if self.reference.is_released and call.module.training:  # save another graph's memory
+            with suppress(RuntimeError), torch.no_grad():  # a forward may compute gradients itself
+                return run_whole(call)
+            self.reference.before.restore()
+        return run_whole(call)
+
+
+def _agreed_sums(sums: RowSums | None, group: ShardGroup) -> frozenset[Place] | None:
+    """The places of sums without rows, if they are the same on all ranks. Collective.
+
+    Raises ShardedCallError where they are not.
+    """
+    if sums is None:
+        return None
+    places = group.transport.all_gather_object(sums.without_rows)
+    if places[0] is None or any(each != places[0] for each in places):
+        raise ShardedCallError("some of its sums go over rows in some calls only")
+    return places[0]
+
+
+def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
+    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
+
+
+def _detached(parts: Sequence[Any]) -> list[Any]:
+    return [part.detach() for part in parts]
+
+
+def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
+    """Whether all shards' lists, one after the other, are the whole one. Collective."""
+    if len(whole) != region.blocks[0].total:
+        return False
+    lists = region.group.transport.all_gather_object(list(chain(*parts)))
+    return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
+
+
+def _has_foreign_leaf(
+    outputs: Sequence[Any], start: int, call: BoundCall, reference: Reference
+) -> bool:
+    """Whether these were computed from something that requires a gradient and is neither an
+    argument nor a parameter of the module, nor made by the forward, another one each time."""
+    leaves = find_leaves(outputs, start)
+    if not leaves:
+        return leaves is None
+    known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
+    others = {id(leaf) for leaf in reference.leaves()} - known
+    return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)
