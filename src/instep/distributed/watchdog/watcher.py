@@ -12,36 +12,21 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
-from instep.distributed.flight_record.record_format import read, read_wait
+from instep.distributed.flight_record.record_format import read
 from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub import start_hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
+from instep.distributed.watchdog.progress_checks import ProgressChecks
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
-from instep.process.exit_status import format_failure, format_ranks, ranks_of, shell_exit_code
+from instep.process.exit_status import format_failure, ranks_of, shell_exit_code
 from instep.process.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
-from instep.process.procfs import (
-    close_stderr,
-    context_switches,
-    descendants,
-    exit_code,
-    has_ended,
-    kill,
-    read_stat,
-    set_process_name,
-)
+from instep.process.procfs import close_stderr, exit_code, has_ended, kill, set_process_name
 
-CHECK_SECONDS, FREQUENT_CHECK_SECONDS = 2.5, 0.3
-"""Between two checks of the rank; the second once any rank has come to its end."""
-IDLE_TICKS = 3
-"""Clock ticks between two checks that are no work: Gloo's threads wake a hundred times a second."""
-LATE_SECONDS = 1.0
-"""For which a rank waits in a collective until the hub compares what the ranks have entered."""
 REPLY_SECONDS, EXIT_SECONDS = 0.7, 3.0
 """For the rank to confirm that it exits, and then to have exited; else it is killed."""
 REPORT_SECONDS = 5.0
@@ -57,57 +42,79 @@ INTERRUPTS_TO_RANK = ("pause", "interrupt_at", "interrupt_now", "get_progress")
 """Messages about a Ctrl-C, which the watcher only forwards."""
 
 
+class WatchedProcess:
+    """The rank's process: its end, what it may leave unfinished, and what it leaves behind."""
+
+    def __init__(self, loop: EventLoop, start: Message) -> None:
+        self._loop = loop
+        self.pidfd: int = start["pidfd"]
+        self.ended_before = has_ended(self.pidfd)
+        """Whether it had ended before this watcher started."""
+        self._seen_file, self._crash_file = start["seen"], start.get("crash")
+        self._exits = self._is_writing = False
+        """Whether it has confirmed that it exits; whether it finishes a file before."""
+        self.folders: tuple[str, str | None] | None = None
+        """To be removed when it has ended: its own, and that which all ranks share."""
+
+    def last_position(self, code: int | None) -> str:
+        """The lines that are known about it, if it died silently."""
+        crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
+        return format_last_words(crash, read_whole(self._seen_file), time.time())
+
+    def await_exit(self, *, replies: bool) -> None:
+        """Kill it unless it exits in time, having confirmed so if it `replies` to messages."""
+        if replies:
+            self._loop.call_later(REPLY_SECONDS, lambda: None if self._exits else kill(self.pidfd))
+        self._loop.call_later(EXIT_SECONDS, self._kill)
+
+    def confirm_exit(self, *, is_writing: bool) -> None:
+        """It has confirmed that it exits, once it has finished a file if it `is_writing`."""
+        self._exits, self._is_writing = True, is_writing
+
+    def _kill(self) -> None:
+        if self._is_writing:
+            self._is_writing = False
+            self._loop.call_later(WAIT_LIMIT, self._kill)
+        else:
+            kill(self.pidfd)
+
+    def clean_up(self) -> None:
+        """Remove its folders, once it has ended."""
+        if self.folders is None or not has_ended(self.pidfd, WAIT_LIMIT):
+            return
+        import shutil  # few watchers need it
+
+        own, shared = self.folders
+        remove_drafts(Path(own, MARKER_NAME))
+        shutil.rmtree(own, ignore_errors=True)
+        if shared is not None and not [*Path(shared).glob("rank*")]:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
 class Watcher:
     """Watches one rank, and ends it when the job has failed."""
 
     def __init__(self, loop: EventLoop, rank: Connection, hub: Connection, start: Message) -> None:
         self._loop, self._rank_connection, self._hub = loop, rank, hub
         self._rank, self._size, self._host = start["rank"], start["size"], start["host"]
-        self._pidfd, self._pid = start["pidfd"], start["pid"]
-        self._seen_file, self._crash_file = start["seen"], start.get("crash")
-        self._is_hub = start["rank"] == 0
         self._supervised = start["supervised"]
-        self._finished = self._reported = self._exit_sent = self._exit_confirmed = False
-        """The rank's program has ended; it has reported a failure; we told it to exit; it does."""
-        self._writing = False
-        """Whether it finishes a file before it exits."""
-        self._ended = False
-        """Whether the rank's process has ended."""
-        self._ended_before = has_ended(self._pidfd)
-        """Whether it had ended before this watcher started."""
-        self._check_often = self._hub_is_lost = False
-        self._ended_ranks: set[int] = set()
-        self._failure: Message | None = None
-        """The job's first failure."""
-        self._awaited_rank: int | None = None
-        """The rank that has ended and for which this one waits."""
-        self._folders: tuple[str, str | None] | None = None
-        """To be removed when the rank has ended: its own, and that which all ranks share."""
-        self._abort_text: str | None = None
-        """The error with which this rank is to end."""
-        self._children: dict[int, int] = {}
-        """The process descriptors of the rank's child processes, such as loader workers."""
-        self._activity = (0, 0)
-        self._asleep = self._idle = False
-        """Since the last check: the main thread did not run; all threads hardly ran."""
-        self._sequence: int | None = None
-        """The sequence number of its barrier in shared memory at the last check."""
-        self._idle_checks, self._awaited_checks, self._wait_sent = 0, 0, False
-        """Checks for which it has been idle in a collective, and for which it has waited for a rank
-        that has ended; whether the hub knows that it waits."""
-        self._ticks, self._is_late = 0, False
-        """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
-        self._late_number = 0
-        """In the flight record, of the last collective that was reported to be late."""
         self._record_file: int = start["record"]
         """For `record_format.read`."""
+        self._finished = self._reported = self._exit_sent = self._ended = False
+        """The rank's program has ended; it has reported a failure; we told it to exit; its process
+        has ended."""
+        self._hub_is_lost = False
+        self._failure: Message | None = None
+        """The job's first failure."""
+        self._abort_fields: Message | None = None
+        """The error with which this rank is to end, and the rank for which it waits in vain."""
+        self._process = WatchedProcess(loop, start)
         self._stalls = RankWatch(loop, rank, hub, start)
         hub.send("hello", rank=self._rank, host=self._host, token=start["token"])
         loop.add_reader(rank, self._recv_from_rank)
         loop.add_reader(hub, self._recv_from_hub)
-        loop.add_reader(self._pidfd, self._rank_ended)
-        loop.call_later(CHECK_SECONDS, self._check_regularly)
-        loop.call_later(LATE_SECONDS, self._check_late)
+        loop.add_reader(self._process.pidfd, self._rank_ended)
+        self._checks = ProgressChecks(loop, rank, hub, start, self._stalls, self._abort)
 
     # ------------------------------------------------------------------------------ the rank
 
@@ -135,17 +142,17 @@ class Watcher:
             elif message_type == "at_exit":
                 self._hub.send("at_exit")
             elif message_type == "exiting":
-                self._exit_confirmed, self._writing = True, message["writing"]
+                self._process.confirm_exit(is_writing=message["writing"])
             elif message_type == "position":
-                self._check_wait(message["wait"])
+                self._checks.add_position(message["wait"])
             elif message_type == "stacks":
                 self._stalls.add_stacks(message)
             elif message_type in (*INTERRUPTS_TO_HUB, "collectives"):
                 self._hub.send(message_type, **message)
             elif message_type == "remove_folders":
-                self._folders = message["own"], message["shared"]
+                self._process.folders = message["own"], message["shared"]
             elif message_type == "detach":
-                self._folders = None
+                self._process.folders = None
                 self._hub.send("ended", code=0)
                 self._loop.stop()
 
@@ -163,32 +170,29 @@ class Watcher:
         )
 
     def _rank_ended(self) -> None:
-        now = None if self._ended_before else time.monotonic()
-        self._loop.remove_reader(self._pidfd)
+        now = None if self._process.ended_before else time.monotonic()
+        self._loop.remove_reader(self._process.pidfd)
         self._ended = True
         self._stalls.rank_ended()
-        code = exit_code(self._pidfd)
+        self._checks.rank_ended()
+        code = exit_code(self._process.pidfd)
         silent = not (self._reported or self._exit_sent) and (
             code != 0 if code is not None else not self._finished
         )
         if silent:
             failure = failure_fields(self._rank, self._host, code, silent=True)
-            self._hub.send("failed", **failure, last_position=self._last_position(code), time=now)
+            position = self._process.last_position(code)
+            self._hub.send("failed", **failure, last_position=position, time=now)
         self._hub.send("ended", code=code)
         if code != 0:
-            self._kill_children()
+            self._checks.kill_children()
         if silent:
             wait = 0.0 if self._hub_is_lost else REPORT_SECONDS
             self._loop.call_later(wait, self._print_failure)
-        elif self._is_hub:
+        elif self._rank == 0:
             close_stderr()
         else:
             self._loop.stop()
-
-    def _last_position(self, code: int | None) -> str:
-        """The lines that are known about a rank that died silently."""
-        crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
-        return format_last_words(crash, read_whole(self._seen_file), time.time())
 
     def _let_rank_exit(self) -> None:
         """Tell the rank to exit, and kill it if it does not."""
@@ -199,40 +203,12 @@ class Watcher:
         self._exit_sent = True
         code, reason = shell_exit_code(self._failure["code"]), self._failure["headline"]
         self._rank_connection.send("exit", code=code, reason=reason)
-        if not (self._reported or self._finished):  # at its end its threads receive nothing
-            self._loop.call_later(
-                REPLY_SECONDS, lambda: None if self._exit_confirmed else kill(self._pidfd)
-            )
-        self._loop.call_later(EXIT_SECONDS, self._kill_rank)
-
-    def _kill_rank(self) -> None:
-        if self._writing:
-            self._writing = False
-            self._loop.call_later(WAIT_LIMIT, self._kill_rank)
-        else:
-            kill(self._pidfd)
+        at_end = self._reported or self._finished  # where its threads receive nothing
+        self._process.await_exit(replies=not at_end)
 
     def clean_up(self) -> None:
         """Remove the rank's folders, once it has ended."""
-        if self._folders is None or not has_ended(self._pidfd, WAIT_LIMIT):
-            return
-        import shutil  # few watchers need it
-
-        own, shared = self._folders
-        remove_drafts(Path(own, MARKER_NAME))
-        shutil.rmtree(own, ignore_errors=True)
-        if shared is not None and not [*Path(shared).glob("rank*")]:
-            shutil.rmtree(shared, ignore_errors=True)
-
-    def _open_children(self) -> None:
-        for pid in descendants(self._pid) - self._children.keys():
-            with suppress(OSError):
-                self._children[pid] = os.pidfd_open(pid)
-
-    def _kill_children(self) -> None:
-        """A loader worker would check only every five seconds whether its rank has ended."""
-        for pidfd in self._children.values():
-            kill(pidfd)
+        self._process.clean_up()
 
     # ------------------------------------------------------------------------------- the hub
 
@@ -248,13 +224,13 @@ class Watcher:
         if messages is None:
             self._loop.remove_reader(self._hub)
             self._hub_is_lost = True
-            self._add_ended_ranks({0})
+            self._checks.add_ended_ranks({0})
             if self._ended:
                 self._print_failure()
         for message in messages or ():
             message_type = message.pop("type")
             if message_type == "ended":
-                self._add_ended_ranks(ranks_of(message["ranks"]))
+                self._checks.add_ended_ranks(ranks_of(message["ranks"]))
             elif message_type == "failed":
                 self._job_failed(message)
             elif message_type == "exit":
@@ -264,8 +240,8 @@ class Watcher:
             elif message_type == "answer":
                 self._stalls.handle_reply(message)
             elif message_type == "check_often":
-                self._start_frequent_checks()
-            elif message_type == "abort" and self._abort_text is None:
+                self._checks.check_often()
+            elif message_type == "abort":
                 self._abort(message["text"])
             elif message_type == "get_collectives":
                 self._hub.send("collectives", steps=recorded_steps(read(self._record_file)))
@@ -282,10 +258,8 @@ class Watcher:
             return
         if first["rank"] != self._rank:
             self._rank_connection.send("not_first")
-        elif self._abort_text is not None:
-            self._rank_connection.send(
-                "abort", text=self._abort_text, awaited_rank=self._awaited_rank
-            )
+        elif self._abort_fields is not None:
+            self._rank_connection.send("abort", **self._abort_fields)
         else:
             self._rank_connection.send("first", headline=first["headline"])
 
@@ -294,85 +268,17 @@ class Watcher:
         first = self._failure
         if first is not None and first["silent"] and not self._supervised:
             lost = first["description"].startswith("is lost")
-            if first["rank"] == self._rank or (lost and self._is_hub):
+            if first["rank"] == self._rank or (lost and self._rank == 0):
                 os.write(2, f"{first['headline']}\n{first.get('last_position', '')}".encode())
         self._loop.stop()
 
-    # ------------------------------------------------------------------------ the rank's progress
-
-    def _add_ended_ranks(self, ranks: set[int]) -> None:
-        self._ended_ranks |= ranks
-        self._start_frequent_checks()
-
-    def _start_frequent_checks(self) -> None:
-        if not self._check_often:
-            self._check_often = True
-            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
-
-    def _check_regularly(self) -> None:
-        if not self._check_often and not self._ended:
-            self._check()
-            self._loop.call_later(CHECK_SECONDS, self._check_regularly)
-
-    def _check_frequently(self) -> None:
-        if not self._ended:
-            self._check()
-            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
-
-    def _check_late(self) -> None:
-        """Let the hub compare what the ranks have entered if this one waits for long, or sleeps:
-        perhaps in a group of torch's own, of which the record does not have the script's calls."""
-        if self._ended:
-            return
-        with suppress(OSError):
-            before, self._ticks = self._ticks, read_stat(self._pid).cpu_ticks
-            was_idle, self._is_late = self._is_late, self._ticks - before <= IDLE_TICKS
-            if self._is_late and not was_idle:
-                self._hub.send("is_late")
-        entry = read_wait(self._record_file)
-        if entry is not None and entry.has_waited(self._late_number, LATE_SECONDS):
-            self._late_number = entry.number
-            self._hub.send("is_late")
-        self._loop.call_later(LATE_SECONDS, self._check_late)
-
-    def _check(self) -> None:
-        """Compare the rank's activity with that at the last check; ask for its position."""
-        with suppress(OSError):
-            switches, ticks = context_switches(self._pid), read_stat(self._pid).cpu_ticks
-            self._asleep = switches == self._activity[0]
-            self._idle = ticks - self._activity[1] <= IDLE_TICKS
-            self._rank_connection.send("get_position")
-            self._activity = switches, ticks
-            self._open_children()
-
-    def _check_wait(self, wait: Message | None) -> None:
-        """The rank's reply: the collective in which its main thread is, or None."""
-        previous, self._sequence = self._sequence, None if wait is None else wait.get("sequence")
-        waits = self._asleep or (self._idle and previous == self._sequence is not None)
-        self._stalls.set_wait(wait["line"] if wait is not None and waits else None)
-        if wait is None or not waits:
-            self._idle_checks = self._awaited_checks = 0
-            if self._wait_sent:
-                self._wait_sent = False
-                self._hub.send("resumed")
-            return
-        self._idle_checks = self._idle_checks + 1 if self._idle else 0
-        awaited = sorted(self._ended_ranks & ranks_of(wait["members"])) if self._ended_ranks else []
-        self._awaited_checks = self._awaited_checks + 1 if awaited else 0
-        if self._awaited_checks == 2 and self._abort_text is None:
-            verb = "has" if len(awaited) == 1 else "have"
-            self._abort(
-                f"rank {self._rank} waits in {wait['call']} at {wait['line']} for "
-                f"{format_ranks(awaited)}, which {verb} ended.",
-                awaited[0],
-            )
-        elif self._idle_checks >= 2 and not self._wait_sent:
-            self._wait_sent = True
-            self._hub.send("waits", **wait)
-
-    def _abort(self, text: str, awaited_rank: int | None = None) -> None:
-        self._abort_text, self._awaited_rank = text, awaited_rank
+    def _abort(self, text: str, awaited_rank: int | None = None) -> bool:
+        """Let the rank end with this error; returns False if it is to end with another one."""
+        if self._abort_fields is not None:
+            return False
+        self._abort_fields = {"text": text, "awaited_rank": awaited_rank}
         self._report_failure(1, "waits in vain", True, awaited_rank)
+        return True
 
 
 def main(fd: str) -> None:

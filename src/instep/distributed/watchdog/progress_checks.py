@@ -1,0 +1,149 @@
+"""In the watcher: whether its rank goes on, waits in a collective, or waits in vain."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from instep.distributed.flight_record.record_format import read_wait
+from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.stalls.rank_watch import RankWatch
+from instep.process.exit_status import format_ranks, ranks_of
+from instep.process.procfs import context_switches, descendants, kill, read_stat
+
+CHECK_SECONDS, FREQUENT_CHECK_SECONDS = 2.5, 0.3
+"""Between two checks of the rank; the second once any rank has come to its end."""
+IDLE_TICKS = 3
+"""Clock ticks between two checks that are no work: Gloo's threads wake a hundred times a second."""
+LATE_SECONDS = 1.0
+"""For which a rank waits in a collective until the hub compares what the ranks have entered."""
+
+
+class ProgressChecks:
+    """Looks at the rank every few seconds and tells the hub that it waits, goes on, or is late.
+
+    `abort` is called with an error and the rank that has ended where this one waits for it; it
+    returns False if this one is to end anyway.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        rank: Connection,
+        hub: Connection,
+        start: Message,
+        stalls: RankWatch,
+        abort: Callable[[str, int], bool],
+    ) -> None:
+        self._loop, self._rank_connection, self._hub = loop, rank, hub
+        self._rank, self._pid = start["rank"], start["pid"]
+        self._record_file: int = start["record"]
+        """For `record_format.read_wait`."""
+        self._stalls, self._abort = stalls, abort
+        self._is_frequent = self._ended = False
+        """Whether any rank has come to its end; whether the rank's process has ended."""
+        self._ended_ranks: set[int] = set()
+        self._children: dict[int, int] = {}
+        """The process descriptors of the rank's child processes, such as loader workers."""
+        self._activity = (0, 0)
+        self._asleep = self._idle = False
+        """Since the last check: the main thread did not run; all threads hardly ran."""
+        self._sequence: int | None = None
+        """The sequence number of its barrier in shared memory at the last check."""
+        self._idle_checks, self._awaited_checks, self._wait_sent = 0, 0, False
+        """Checks for which it has been idle in a collective, and for which it has waited for a rank
+        that has ended; whether the hub knows that it waits."""
+        self._ticks, self._is_late = 0, False
+        """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
+        self._late_number = 0
+        """In the flight record, of the last collective that was reported to be late."""
+        loop.call_later(CHECK_SECONDS, self._check_regularly)
+        loop.call_later(LATE_SECONDS, self._check_late)
+
+    def rank_ended(self) -> None:
+        """The rank's process has ended: there is nothing to look at any more."""
+        self._ended = True
+
+    def kill_children(self) -> None:
+        """Kill the rank's child processes: a loader worker would check only every five seconds
+        whether its rank has ended."""
+        for pidfd in self._children.values():
+            kill(pidfd)
+
+    def add_ended_ranks(self, ranks: set[int]) -> None:
+        """These ranks have ended; the rank may wait for one of them."""
+        self._ended_ranks |= ranks
+        self.check_often()
+
+    def check_often(self) -> None:
+        """A rank has come to its end: check more often from now on."""
+        if not self._is_frequent:
+            self._is_frequent = True
+            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
+
+    def _check_regularly(self) -> None:
+        if not self._is_frequent and not self._ended:
+            self._check()
+            self._loop.call_later(CHECK_SECONDS, self._check_regularly)
+
+    def _check_frequently(self) -> None:
+        if not self._ended:
+            self._check()
+            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
+
+    def _check_late(self) -> None:
+        """Let the hub compare what the ranks have entered if this one waits for long, or sleeps:
+        perhaps in a group of torch's own, of which the record does not have the script's calls."""
+        if self._ended:
+            return
+        with suppress(OSError):
+            before, self._ticks = self._ticks, read_stat(self._pid).cpu_ticks
+            was_idle, self._is_late = self._is_late, self._ticks - before <= IDLE_TICKS
+            if self._is_late and not was_idle:
+                self._hub.send("is_late")
+        entry = read_wait(self._record_file)
+        if entry is not None and entry.has_waited(self._late_number, LATE_SECONDS):
+            self._late_number = entry.number
+            self._hub.send("is_late")
+        self._loop.call_later(LATE_SECONDS, self._check_late)
+
+    def _check(self) -> None:
+        """Compare the rank's activity with that at the last check; ask for its position."""
+        with suppress(OSError):
+            switches, ticks = context_switches(self._pid), read_stat(self._pid).cpu_ticks
+            self._asleep = switches == self._activity[0]
+            self._idle = ticks - self._activity[1] <= IDLE_TICKS
+            self._rank_connection.send("get_position")
+            self._activity = switches, ticks
+            self._open_children()
+
+    def _open_children(self) -> None:
+        for pid in descendants(self._pid) - self._children.keys():
+            with suppress(OSError):
+                self._children[pid] = os.pidfd_open(pid)
+
+    def add_position(self, wait: Message | None) -> None:
+        """The rank's reply: the collective in which its main thread is, or None."""
+        previous, self._sequence = self._sequence, None if wait is None else wait.get("sequence")
+        waits = self._asleep or (self._idle and previous == self._sequence is not None)
+        self._stalls.set_wait(wait["line"] if wait is not None and waits else None)
+        if wait is None or not waits:
+            self._idle_checks = self._awaited_checks = 0
+            if self._wait_sent:
+                self._wait_sent = False
+                self._hub.send("resumed")
+            return
+        self._idle_checks = self._idle_checks + 1 if self._idle else 0
+        awaited = sorted(self._ended_ranks & ranks_of(wait["members"])) if self._ended_ranks else []
+        self._awaited_checks = self._awaited_checks + 1 if awaited else 0
+        if self._awaited_checks == 2 and self._abort(
+            f"rank {self._rank} waits in {wait['call']} at {wait['line']} for "
+            f"{format_ranks(awaited)}, which {'has' if len(awaited) == 1 else 'have'} ended.",
+            awaited[0],
+        ):
+            return
+        if self._idle_checks >= 2 and not self._wait_sent:
+            self._wait_sent = True
+            self._hub.send("waits", **wait)
