@@ -83,9 +83,10 @@ def test_a_logger_is_no_attribute_and_keys_need_no_order():
 
 class PrintsOnOneRank(nn.Linear):
     rank = 0
+    most = 6
 
     def forward(self, input):  # noqa: A002  (torch's name)
-        if instep.rank == self.rank:
+        if instep.rank == self.rank and len(input) <= self.most:
             print("seen")
         return super().forward(input)
 
@@ -93,8 +94,10 @@ class PrintsOnOneRank(nn.Linear):
 @ranks(3)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at_first", [True, False])
-def test_what_one_rank_alone_does_in_its_forward_keeps_all_of_them_whole(rank, at_first):
+@pytest.mark.parametrize("most", [6, 2])  # for the whole batch, or for the rows of a rank only
+def test_what_one_rank_alone_does_in_its_forward_keeps_all_of_them_whole(rank, at_first, most):
     model, x = PrintsOnOneRank(4, 3), torch.randn(6, 4)
+    model.most = most
     with sharding() as log:
         model.rank = rank if at_first else None
         model(x)

@@ -75,9 +75,9 @@ class ProgressChecks:
     def add_ended_ranks(self, ranks: set[int]) -> None:
         """These ranks have ended; the rank may wait for one of them."""
         self._ended_ranks |= ranks
-        self.check_often()
+        self.shorten_interval()
 
-    def check_often(self) -> None:
+    def shorten_interval(self) -> None:
         """A rank has come to its end: check more often from now on."""
         if not self._is_frequent:
             self._is_frequent = True

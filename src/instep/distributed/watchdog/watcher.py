@@ -240,7 +240,7 @@ class Watcher:
             elif message_type == "answer":
                 self._stalls.handle_reply(message)
             elif message_type == "check_often":
-                self._checks.check_often()
+                self._checks.shorten_interval()
             elif message_type == "abort":
                 self._abort(message["text"])
             elif message_type == "get_collectives":

@@ -98,9 +98,7 @@ class CallComparison:
                 self.reference.after.restore()
                 return None, why
 
-    def _attempt(
-        self, division: Division
-    ) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
+    def _attempt(self, division: Division) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
         """The plan and the joined outputs, if all ranks have found the same as the whole
         forward."""
         with observed(is_silent=True):
@@ -140,9 +138,7 @@ class CallComparison:
                 return True
         return False
 
-    def _compare(
-        self, division: Division, group: ShardGroup
-    ) -> tuple[ShardingPlan, list[Any]]:
+    def _compare(self, division: Division, group: ShardGroup) -> tuple[ShardingPlan, list[Any]]:
         """Run the call with this division. Raises ShardedCallError if it is not the same."""
         call, reference = self.call, self.reference
         run = partial(
@@ -179,7 +175,9 @@ class CallComparison:
             else _has_foreign_leaf(own, start, call, reference)
         )
         if self._has_foreign_leaf:
-            raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
+            raise ShardedCallError(
+                "its forward uses a tensor from outside that requires a gradient"
+            )
         in_caches = leaves_in_caches(structure)  # of which nobody reads most
         outputs = tuple(
             replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=in_caches[k])

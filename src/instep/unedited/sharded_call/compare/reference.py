@@ -83,7 +83,9 @@ class Reference:
         if not any(isinstance(out, Tensor) for out in self.outputs):
             return WholeReason("it returns no tensor")
         if self._keeping_hooks:
-            return WholeReason(f"a hook of {self._keeping_hooks[0]} keeps something of what it sees")
+            return WholeReason(
+                f"a hook of {self._keeping_hooks[0]} keeps something of what it sees"
+            )
         if why := self._side_effect or self.before.find_change(self.after):
             return why
         return WholeReason("its forward changes its arguments") if self._changes_arguments else None

@@ -46,9 +46,7 @@ _TOO_MANY_TEXTS = WholeReason(
     f"more than {MAX_TEXTS} different strings came with its batches, and each may change what it "
     "does (a list with one string per row is divided with the rows)"
 )
-_TOO_MANY_ENTRIES = WholeReason(
-    f"it was called with more than {MAX_ENTRIES} kinds of arguments"
-)
+_TOO_MANY_ENTRIES = WholeReason(f"it was called with more than {MAX_ENTRIES} kinds of arguments")
 
 
 all_tuners: list[CallTuner] = []
