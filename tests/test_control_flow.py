@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -212,12 +213,19 @@ def reads(x: Tensor, is_on: bool) -> Tensor:
     return x.sum() if bool(x[0]) == is_on else x.mean()
 
 
+def trace_begins_late(function: FunctionType) -> bool:
+    """Whether a first trace of this function sees only in which lines it is."""
+    return sys.version_info >= (3, 12) and function is in_one_line
+
+
 @pytest.mark.parametrize("function", [sometimes, in_one_line])
 def test_a_branch_is_new_until_a_call_with_it_was_compared(function: FunctionType) -> None:
     flow, x = ControlFlow(), torch.ones(3)
-    with flow.traced() as trace:
-        function(x, False)
-    trace.learn()
+    for is_new in (True, trace_begins_late(function)):
+        with flow.traced() as trace:
+            function(x, False)
+        assert trace.is_new == is_new
+        trace.learn()
     assert flow.may_branch()
     for is_on, is_new in [(False, False), (True, True)]:
         with flow.traced() as trace:
@@ -227,8 +235,24 @@ def test_a_branch_is_new_until_a_call_with_it_was_compared(function: FunctionTyp
     assert not flow.may_branch()
 
 
+@pytest.mark.parametrize("function", [sometimes, in_one_line])
+def test_a_function_that_no_compared_call_has_called_is_new(function: FunctionType) -> None:
+    flow, x = ControlFlow(), torch.ones(3)
+    with flow.traced() as trace:
+        always(x)
+    trace.learn()
+    with flow.traced() as trace:
+        function(x, True)
+    assert trace.is_new
+
+
 def test_what_it_reads_from_a_tensor_is_new_until_a_call_with_it_was_compared() -> None:
     flow = ControlFlow()
+    with flow.traced() as trace:  # its branches
+        reads(torch.ones(3), True)
+        reads(torch.ones(3), True)
+        reads(torch.ones(3), False)
+    trace.learn()
     for x, is_new in [(0.0, True), (0.0, False), (1.0, True), (0.0, False), (1.0, False)]:
         with flow.traced() as trace:
             reads(torch.full((3,), x), True)

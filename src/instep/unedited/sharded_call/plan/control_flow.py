@@ -116,15 +116,16 @@ class ForwardTrace:
         if branches is None or not branches.left:
             return None
         reached = self._reached.setdefault(code, set())
-        frame.f_trace_opcodes, frame.f_trace_lines = branches.by_opcode, not branches.by_opcode
+        # From Python 3.12 on the first call of a function has no events of opcodes, but of lines.
+        frame.f_trace_opcodes = branches.by_opcode
         add = reached.add
         if branches.by_opcode:
 
-            def trace_opcode(frame: FrameType, event: str, arg: Any) -> Any:
+            def trace_offset(frame: FrameType, event: str, arg: Any) -> Any:
                 add(frame.f_lasti)
-                return trace_opcode
+                return trace_offset
 
-            return trace_opcode
+            return trace_offset
 
         def trace_line(frame: FrameType, event: str, arg: Any) -> Any:
             add(frame.f_lineno)
