@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -279,8 +279,8 @@ class CallComparison:
     def _values_of(self, call: BoundCall) -> Any:
         """What the whole forward returns for the arguments of `call`, from the state before it."""
         if self.reference.is_released and call.module.training:  # save another graph's memory
-            with suppress(RuntimeError), torch.no_grad():  # a forward may compute gradients itself
-                return run_whole(call)
+            with suppress(RuntimeError), torch.no_grad(), autocast_cache_off():
+                return run_whole(call)  # which may compute gradients itself
             self.reference.before.restore()
         return run_whole(call)
 
@@ -325,3 +325,15 @@ def _has_foreign_leaf(
     known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
     others = {id(leaf) for leaf in reference.leaves()} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)
+
+
+@contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    """Inside, autocast casts parameters anew, and keeps nothing of it: a parameter that was cast
+    where gradients are off would have none in the script's next call."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

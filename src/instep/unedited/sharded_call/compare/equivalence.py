@@ -9,10 +9,11 @@ from typing import Any
 from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
 from instep.unedited.sharded_call.compare.call_comparison import CallComparison
+from instep.unedited.sharded_call.compare.full_precision import compare_without_autocast
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import candidate_divisions
+from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
@@ -47,7 +48,7 @@ def find_plan(
     for division in divisions:
         for sums_all in sums_all_rows:
             comparison.sums = RowSums(reference.sum_lengths) if sums_all else None
-            found, text = comparison.try_division(division)
+            found, text = _try(comparison, division, group)
             if found is not None:
                 return *found, None
             if not sums_all:
@@ -70,7 +71,7 @@ def verify_plan(
     if gradients and why is None:
         why = _compute_gradients(comparison.reference, group)
     if why is None:
-        found, text = comparison.try_division(plan.division)
+        found, text = _try(comparison, plan.division, group)
         if found is not None:
             return plan.updated(found[0]), found[1], None
         why = WholeReason(text)
@@ -84,6 +85,14 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
     if mismatch is not None:
         return comparison, WholeReason(mismatch)
     return comparison, first_reason(comparison.reference.check_supported(), group.transport)
+
+
+def _try(
+    comparison: CallComparison, division: Division, group: ShardGroup
+) -> tuple[tuple[ShardingPlan, Any] | None, str]:
+    """As `CallComparison.try_division`, for a call under autocast in two precisions. Collective."""
+    why = compare_without_autocast(comparison, division, group)
+    return (None, why) if why else comparison.try_division(division)
 
 
 def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason | None:
