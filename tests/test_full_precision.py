@@ -73,6 +73,21 @@ def test_rows_of_their_own_are_divided(
     assert modules.call_counts.sharded > 0
 
 
+def small_maps() -> nn.Module:
+    """Batch normalisation over few numbers, which enlarges what half precision rounds."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Unflatten(1, (6, 1, 1)), nn.Upsample(8), nn.Conv2d(6, 8, 3)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
+
+
+@ranks(2)
+def test_where_half_precision_rounds_much_what_holds_in_full_precision_holds() -> None:
+    said = train(small_maps(), Tensor.float)
+    assert (modules.call_counts.sharded > 0, modules.call_counts.whole, said) == (True, 0, "")
+
+
 def test_what_is_cast_without_gradients_is_not_used_in_the_next_call() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     with torch.autocast("cpu", torch.bfloat16):

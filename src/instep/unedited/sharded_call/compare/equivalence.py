@@ -91,8 +91,12 @@ def _try(
     comparison: CallComparison, division: Division, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """As `CallComparison.try_division`, for a call under autocast in two precisions. Collective."""
-    why = compare_without_autocast(comparison, division, group)
-    return (None, why) if why else comparison.try_division(division)
+    plan, why = compare_without_autocast(comparison, division, group)
+    if why:
+        return None, why
+    if plan is not None:
+        comparison.take_for_proven(plan)
+    return comparison.try_division(division)
 
 
 def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason | None:

@@ -19,6 +19,7 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,17 +27,17 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def compare_without_autocast(
     comparison: CallComparison, division: Division, group: ShardGroup
-) -> str:
-    """Why a call under autocast is another one when it is divided so, if it computes in float32.
+) -> tuple[ShardingPlan | None, str]:
+    """A plan by which a call under autocast is the same if it computes in float32; or why not.
 
-    "" if it is the same, if autocast is off, and for a forward that cannot run without: it needs
-    more memory, say, or turns autocast on. All is as the whole forward left it. Collective.
+    None and "" if autocast is off, and for a forward that cannot run without: it needs more memory,
+    say, or turns autocast on. All is as the whole forward left it. Collective.
     """
     call, reference = comparison.call, comparison.reference
     devices = _devices_under_autocast(call)
     if not devices or all(p.dtype in _HALF for p in nn.Module.parameters(call.module)):
-        return ""
-    why = ""
+        return None, ""
+    found, why = None, ""
     reference.before.restore()
     with ExitStack() as stack:
         for device in devices:
@@ -48,9 +49,10 @@ def compare_without_autocast(
         if not on_any_rank(in_float32 is None, group.transport):
             assert in_float32 is not None
             in_float32.sums, in_float32.stored = comparison.sums, comparison.stored
-            _, why = in_float32.try_division(division)
+            in_float32.known_outputs = comparison.known_outputs
+            found, why = in_float32.try_division(division)
     reference.after.restore()
-    return why
+    return None if found is None else found[0], why
 
 
 def _run_whole_in_float32(call: BoundCall, group: ShardGroup) -> CallComparison | None:
