@@ -184,34 +184,37 @@ def test_a_trained_parameter_in_no_replica_is_named_where_it_differs(how):
         run(2, with_a_criterion, how)
 
 
-def through_a_frozen_replica(how):
+def through_a_replica(how):
     with variable("INSTEP_DRIFT_STEPS", "100"):
-        model = instep.replicate(nn.Linear(4, 3)).requires_grad_(False)
+        model = instep.replicate(nn.Linear(4, 3)).requires_grad_(how == "beside")
     x, y = torch.randn(6, 4), torch.arange(6) % 3
     prompt = nn.Parameter(torch.zeros(len(x) // 2 if how == "rows" else 1, 4))
-    optimizer = torch.optim.SGD([prompt], lr=0.1)
+    trained = [[prompt], model.parameters()] if how == "beside" else [[prompt]]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in trained]
     if instep.rank == 0:  # a probe of this rank's changes nothing
         probe = nn.Linear(2, 1)
         probing = torch.optim.SGD(probe.parameters(), lr=0.1)
     for _ in range(8):
         mine, target = instep.shard((x.clone(), y.clone()))
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         cross_entropy(model(mine + prompt), target).backward()
         if how == "summed":
             prompt.grad = instep.all_reduce(prompt.grad)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if instep.rank == 0:
             probe(torch.ones(1, 2)).sum().backward()
             probing.step()
 
 
-@pytest.mark.parametrize("how", ["alone", "summed", "rows"])
-def test_what_is_trained_through_a_frozen_replica_is_compared(how):
-    if how != "alone":
-        run(2, through_a_frozen_replica, how)
+@pytest.mark.parametrize("how", ["alone", "beside", "summed", "rows"])
+def test_what_is_trained_through_a_replica_is_compared(how):
+    if how in ("summed", "rows"):
+        run(2, through_a_replica, how)
         return
     with pytest.raises(AssertionError, match=r"parameter 0 of SGD \(which is in no replica"):
-        run(2, through_a_frozen_replica, how)
+        run(2, through_a_replica, how)
 
 
 @ranks(2)

@@ -261,7 +261,7 @@ def _backward_of_replicas(
         ):
             original(roots, weighted, *rest)
         if state.sync:
-            _end_checks(state)
+            _end_checks(state, roots, call)
             if not state.reducers:
                 _end_frozen(roots, call)
     finally:
@@ -276,15 +276,19 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
     """Nothing was summed: what is trained through this call, if anything, is in no replica."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
-    if check is None or not check.is_frozen_due():
-        return
+    if check is not None and check.is_frozen_due():
+        _note_outside(check, roots, call)
+
+
+def _note_outside(check: DriftCheck, roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+    """Let the check know what has a gradient by this backward, and is in no replica."""
     block = call.block
     rows = [] if block is None else [replace(block, rank=r).count for r in range(block.size)]
     check.note_outside(each for each in find_leaves(roots) if each not in reducer_of)
     check.rows = {*rows}
 
 
-def _end_checks(state: BackwardState) -> None:
+def _end_checks(state: BackwardState, roots: tuple[Tensor, ...], call: ForwardCall) -> None:
     """The sums are in `.grad`: compare the models if it is time to. Collective."""
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
@@ -305,6 +309,8 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
             return last
         return ForwardCall(forward_calls.current_candidates())
     for call in forwards:
+            if check.is_due():
+                _note_outside(check, roots, call)
         call.had_backward = True
     stated = [call for call in forwards if call.weight is not None]
     first = (stated or forwards)[0]

@@ -40,6 +40,8 @@ ROUNDING = 256
 """Parameters that differ by no more than this many units in the last place of the largest element
 are those of ranks whose processors or kernels round differently: that is a warning."""
 
+_EACH_RANKS_OWN = " Each rank has trained it on its own rows."
+
 
 def is_compared_step(step: int, every: int) -> bool:
     """Whether the ranks compare at the end of this step, counted from 1.
@@ -55,8 +57,9 @@ class _Compared(NamedTuple):
     """A tensor that is compared between the ranks."""
 
     tensor: Tensor
-    kind: Literal["parameter", "buffer", "other"]
-    """The last: an optimizer's parameter that is in no replica."""
+    kind: Literal["parameter", "buffer", "other", "own"]
+    """The last two: an optimizer's parameter that is in no replica, and one that each rank may
+    have for itself."""
 
 
 _check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
@@ -149,23 +152,29 @@ class DriftCheck:
         if is_compared_step(count + 1, self._every):
             self.compare()
 
+    def is_due(self) -> bool:
+        """Whether the next step will be compared."""
+        return is_compared_step(self.step + 1, self._every)
+
     def is_frozen_due(self) -> bool:
         """Whether to look for what is trained by a backward through the model that sums nothing."""
         self._frozen += 1
         return self._frozen == 1 or is_compared_step(self._frozen, self._every)
 
     def note_outside(self, leaves: Iterable[Tensor]) -> None:
-        """Such a backward computes the gradients of these tensors, which are in no replica."""
+        """A backward through the model computes the gradients of these tensors, which are in no
+        replica."""
         self._outside.update((each, None) for each in leaves)
 
     def _own(self, model: nn.Module) -> set[int]:
-        """The ids of the model's parameters, and of what is trained through it. What has an entry
-        for each of a rank's rows is the rank's own."""
+        """The ids of the model's parameters, and of what is trained through it."""
         outside = (each for each in self._outside if not self._has_rows(each))
         return {id(each) for each in chain(model.parameters(), outside)}
 
     def _has_rows(self, tensor: Tensor) -> bool:
-        return bool(tensor.dim()) and tensor.shape[0] in self.rows
+        """Whether it may have an entry for each of a rank's rows, and is the rank's own: where the
+        ranks have as many rows as it is long. Where they have not, the shapes tell."""
+        return bool(tensor.dim()) and {tensor.shape[0]} == self.rows
 
     def compare(self, requests: int = 0) -> None:
         """Compare now. Collective. Raises DriftError on every rank."""
@@ -195,9 +204,11 @@ class DriftCheck:
                 yield f"parameter {name}", _Compared(parameter, "parameter")
         if self._is_replica:
             known = {id(p) for each in list(_check_of) for p in each.parameters()}
-            for name, other in other_parameters(self._own(model), known).items():
-                if is_comparable(other) and not (other in self._outside and self._has_rows(other)):
-                    yield name, _Compared(other, "other")
+            own = self._own(model)
+            for name, (other, is_beside) in other_parameters(own, known).items():
+                is_own = not is_beside or (other in self._outside and self._has_rows(other))
+                if is_comparable(other) and (isinstance(other, nn.Parameter) or not is_own):
+                    yield name, _Compared(other, "own" if is_own else "other")
         if self._buffers == "rank":
             return
         for name, buffer in model.named_buffers():
@@ -233,7 +244,7 @@ class DriftCheck:
             if len({*ways}) == 1:
                 continue
             if len({way and way[:2] for way in ways}) > 1:
-                if "other" in {way[3] for way in ways if way}:  # each rank has its own, on purpose
+                if {"other", "own"} & {way[3] for way in ways if way}:  # its own, on purpose
                     continue
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
                 raise DriftError.of_option(name + model, group_ranks(shapes), since)
@@ -241,7 +252,8 @@ class DriftCheck:
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             if self._is_harmless(tensors[name], largest, difference):
-                self._warn(name, model, group_ranks(ways), since, difference)
+                is_own = tensors[name].kind == "own"
+                self._warn(name, model, group_ranks(ways), since, difference, is_own=is_own)
                 continue
             found.append((name + model, group_ranks(ways), difference))
         if found:
@@ -249,7 +261,7 @@ class DriftCheck:
             raise DriftError.of_tensor(name, groups, since, difference, len(others))
 
     def _is_harmless(self, compared: _Compared, largest: float, difference: float) -> bool:
-        if compared.kind == "buffer" and self._buffers == "warn":
+        if compared.kind == "own" or (compared.kind == "buffer" and self._buffers == "warn"):
             return True
         return is_rounding(compared.tensor.dtype, largest, difference)
 
@@ -260,12 +272,15 @@ class DriftCheck:
         groups: Mapping[Any, list[int]],
         since: tuple[int, int],
         difference: float,
+        *,
+        is_own: bool,
     ) -> None:
-        if name in self._warned:
+        key = _EACH_RANKS_OWN if is_own else name
+        if key in self._warned:
             return
-        self._warned.add(name)
+        self._warned.add(key)
         what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
-        what += self._cause(name)
+        what += _EACH_RANKS_OWN if is_own else self._cause(name)
         warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
 
     def _cause(self, name: str) -> str:

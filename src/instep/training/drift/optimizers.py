@@ -21,7 +21,7 @@ _stepped: dict[int, weakref.ref[Optimizer]] = {}
 _before_steps: list[Callable[[Optimizer], None]] = []
 _after_steps: list[Callable[[Optimizer], None]] = []
 
-_NO_REPLICA = "which is in no replica: call instep.replicate"
+_NO_REPLICA = "which is in no replica: make it a part of the model, or call instep.replicate"
 """In the names of such parameters."""
 
 _Value = bool | int | float | str | None | tuple[Any, ...]
@@ -67,21 +67,21 @@ def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
     return found
 
 
-def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, Tensor]:
-    """Parameters that are not among `known`, of optimizers that have stepped and have a parameter
-    of those with these ids; by names that are the same on all ranks."""
-    found: dict[str, Tensor] = {}
+def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, tuple[Tensor, bool]]:
+    """Parameters that are not among `known`, of optimizers that have stepped, and whether their
+    optimizer has a parameter of those with these ids; by names that are the same on all ranks."""
+    beside: dict[str, tuple[Tensor, bool]] = {}
+    apart: dict[str, tuple[Tensor, bool]] = {}
     for reference in list(_stepped.values()):
         optimizer = reference()
         groups = [] if optimizer is None else optimizer.param_groups
         parameters = [each for group in groups for each in group["params"]]
-        if not any(id(each) in ids for each in parameters):
-            continue
+        is_beside = any(id(each) in ids for each in parameters)
         for index, parameter in enumerate(parameters):
             if id(parameter) not in known:
-                name = f"parameter {index} of {type(optimizer).__name__}"
-                found.setdefault(f"{name} ({_NO_REPLICA})", parameter)
-    return found
+                name = f"parameter {index} of {type(optimizer).__name__} ({_NO_REPLICA})"
+                (beside if is_beside else apart).setdefault(name, (parameter, is_beside))
+    return apart | beside
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
