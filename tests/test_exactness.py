@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -650,26 +651,53 @@ def test_noise_of_a_gpus_generator_is_drawn_by_each_rank_and_leaves_no_trace():
     assert of_gpu.get_state().equal(torch.Generator().manual_seed(0).get_state())
 
 
-def lbfgs(log):
-    model = instep.replicate(net())
+def mean_loss(loss, x):
+    mean = instep.Mean()
+    mean.update(loss, len(x))
+    return loss.new_tensor(mean.compute())
+
+
+CLOSURES = {
+    "mean": mean_loss,
+    "loss": lambda loss, x: loss,
+    "number": lambda loss, x: loss.item(),
+}
+
+
+def lbfgs(log, returned):
+    model = instep.replicate(net(norm=False))
     log.begin(model)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
-    ((x, y),) = log.batches(instep.shard(DataLoader(rows(23), 23)))
+    for x, y in log.batches(instep.shard(DataLoader(rows(23), 11))):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return CLOSURES[returned](loss.detach(), x)
+
+        log.step(optimizer, model, closure=closure)
+
+
+@pytest.mark.parametrize("returned", CLOSURES)
+def test_lbfgs(returned):
+    sameness = compare(lbfgs, (returned,), size=3)
+    assert sameness.parameters < max(10 * sameness.noise, 1e-9)
+
+
+@ranks(1, 2)
+def test_a_closure_of_lbfgs_whose_value_is_not_the_loss_is_an_error():
+    model = instep.replicate(nn.Linear(2, 1))
+    x = instep.shard(torch.randn(6, 2))
 
     def closure():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        # The line search decides by this number: it must be everybody's.
-        mean = instep.Mean()
-        mean.update(loss, len(x))
-        return loss.detach().new_tensor(mean.compute())
+        (model(x).square().mean() / 2).backward()
+        return model(x).square().mean()
 
-    log.step(optimizer, model, closure=closure)
-
-
-def test_lbfgs():
-    assert compare(lbfgs, size=3).parameters < 1e-9
+    step = torch.optim.LBFGS(model.parameters()).step
+    told = pytest.raises(TrainingError, match=r"test_exactness.py:\d+ returned different losses")
+    with told if instep.world_size > 1 else nullcontext():
+        step(closure)
 
 
 def penalised_gradient(log):

@@ -44,6 +44,8 @@ _accumulating: tuple[object, int] | None = None
 """The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
 batches had been loaded when it got it."""
 
+_noted: list[tuple[float, float]] | None = None
+
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients a DistributedOptimizer averages, with equal weights of all ranks; the
 value identifies it. Then this rank's gradient is weighted by its fraction of the batch times the
@@ -111,6 +113,17 @@ def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T
     finally:
         if _accumulating is not None and _accumulating[0] is loop:
             _accumulating = None
+
+
+@contextmanager
+def noted_losses() -> Iterator[list[tuple[float, float]]]:
+    """The numbers on which backward is called inside, each with this rank's weight of it."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
 
 
 def _is_summing() -> bool:
@@ -196,7 +209,10 @@ def backward(
             "rows, and not of the batch."
         )
     call = _single_call(forwards)
-    weighted = _multiply_grads(roots, grad_tensors, _weight(call))
+    own_weight = _weight(call)
+    if _noted is not None:
+        _noted.extend((root.item(), own_weight) for root in roots if root.numel() == 1)
+    weighted = _multiply_grads(roots, grad_tensors, own_weight)
     with phase("backward"):
         _backward_of_replicas(original, roots, weighted, rest, call)
 
@@ -293,6 +309,8 @@ def _end_checks(state: BackwardState, roots: tuple[Tensor, ...], call: ForwardCa
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
         if check is not None:
+            if check.is_due():
+                _note_outside(check, roots, call)
             check.end_backward()
     if state.finite_check is not None:
         state.finite_check.end(checks)
@@ -309,8 +327,6 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
             return last
         return ForwardCall(forward_calls.current_candidates())
     for call in forwards:
-            if check.is_due():
-                _note_outside(check, roots, call)
         call.had_backward = True
     stated = [call for call in forwards if call.weight is not None]
     first = (stated or forwards)[0]

@@ -30,7 +30,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
-from instep.training import batchnorm, forward_calls, gradients
+from instep.training import batchnorm, closures, forward_calls, gradients
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
@@ -209,8 +209,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         ],
         "Build the same model on every rank.",
     )
-    for module in model.modules():
-        replica_of_part[module] = replica
+    replica_of_part.update(dict.fromkeys(model.modules(), replica))
     broadcast_coalesced(with_copies(tensors.values()))
     for tensor in tensors.values():
         _statistics_of[tensor] = replica.statistics
@@ -350,6 +349,7 @@ def _on_registration(module: nn.Module, name: str, added: object) -> None:
 def _patch_torch() -> None:
     """Replace the functions of torch that replicas need; once, for good."""
     register_module_parameter_registration_hook(_on_registration)
+    closures.follow_steps()
     register_module_module_registration_hook(_on_registration)
     replaced = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
