@@ -177,6 +177,16 @@ def some_rows(model: Drawing, y: Tensor) -> Tensor:
     return out
 
 
+def noise_of_some_rows(model: Drawing, y: Tensor) -> Tensor:
+    def part(y: Tensor) -> Tensor:
+        chosen = y[:, 0] > 0.2
+        out = y.clone()
+        out[chosen] = y[chosen] * torch.randn_like(y[chosen])
+        return out
+
+    return checkpoint(part, y, use_reentrant=False)
+
+
 def sequences(y: Tensor) -> Tensor:
     return torch.stack([y, y.sin(), y.cos()])
 
@@ -310,11 +320,14 @@ def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
         model(x)
 
 
-def test_a_mask_of_which_the_data_decide_the_rows_is_named() -> None:
-    model = instep.replicate(Drawing(some_rows))
+@pytest.mark.parametrize(
+    ("body", "verb"), [(some_rows, "drops units of"), (noise_of_some_rows, "draws")]
+)
+def test_a_draw_of_which_the_data_decide_the_rows_is_named(body: Body, verb: str) -> None:
+    model = instep.replicate(Drawing(body))
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     played(model, x, 1, 0, model)  # one rank draws for all rows
-    message = r"py:\d+ drops units of \(\d, 8\) in a forward with 8 rows on this rank"
+    message = rf"py:\d+ {verb} \(\d, 8\) in a forward with 8 rows on this rank: how many"
     with pytest.warns(InstepWarning, match=message) as warned:
         _ = [played(model, x, 2, step, model) for step in range(3)]
     assert len(warned) == 1, "said once"

@@ -172,8 +172,9 @@ class BatchDraw:
 
     seed: int
     block: Block | None
-    dims: dict[int, int | None] = field(default_factory=dict)
-    """The dimension of the rows in what its k-th operation draws; None where there is none."""
+    dims: dict[int, Any] = field(default_factory=dict)
+    """The dimension of the rows in what its k-th operation draws; None where there is none, "by
+    data" where this rank draws its own."""
 
 
 _drawn: OrderedDict[int, BatchDraw] = OrderedDict()
@@ -274,14 +275,15 @@ def _row_dim(draw: BatchDraw, shape: Shape, call: ForwardCall | None, x: Tensor)
     if block is None or isinstance(x, nn.Parameter):  # the weights of a layer
         return None
     if 0 in draw.dims:
-        return draw.dims[0]
+        known: int | None = draw.dims[0]
+        return known
     found: int | str | None = 0 if shape and shape[0] % max(block.count, 1) == 0 else None
     if call is not None and call.batch_dims is not None:
         found = call.batch_dims.find_in_mask(shape, block, call)
     if found == "by data" and block.size > 1:
         draw.seed = derive_seed(draw.seed, block.rank)
-    draw.dims[0] = None if isinstance(found, str) else found
-    return draw.dims[0]
+    dim = draw.dims[0] = None if isinstance(found, str) else found
+    return dim
 
 
 def _kept(draw: BatchDraw, shape: Shape, p: float, device: torch.device, dim: int | None) -> Tensor:

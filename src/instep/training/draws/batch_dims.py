@@ -57,6 +57,7 @@ class BatchDims:
         self._shapes_without: set[tuple[str, Shape]] = set()
         self._drawn: dict[int, list[tuple[str, Shape]]] = {}
         """The lines and shapes of the trial in forwards with so many rows."""
+        self._lines_by_data: set[str] = set()
         self._trials = 0
         self._warned: set[str] = set()
 
@@ -65,10 +66,17 @@ class BatchDims:
         line = self._line(shape, call)
         if call.trial is not None:
             return "unknown"
-        if not _may_have_rows(shape, rows):
-            return None
         dim = self._find(line, shape, rows, call)
-        return dim if dim != "by data" else "unknown"
+        if dim == "unknown" and not _may_have_rows(shape, rows) and not self._differs(line, shape):
+            return None
+        if dim == "by data":
+            self.warn(
+                f"draws {shape} in a forward with {rows} rows on this rank: how many these are "
+                "depends on more than the number of rows. Each rank draws its own, so the numbers "
+                "are not those of one process. Draw for all rows and select then: "
+                "torch.randn_like(h)[mask] in place of torch.randn_like(h[mask])."
+            )
+        return dim
 
     def find_in_mask(self, shape: Shape, block: Block, call: ForwardCall) -> Dim:
         """The dimension of the rows in a mask of dropout: "by data" if how many entries it has in
@@ -85,7 +93,7 @@ class BatchDims:
         if dim == "unknown":
             guess = 1 if shape[1:2] == (rows,) and shape[:1] != (rows,) else 0
             dim = "by data" if not shape or shape[guess] % rows else guess
-        if dim != "by data" or block.size == 1 or 0 in shape:
+        if dim != "by data" or block.size == 1:
             return dim
         self.warn(
             f"drops units of {shape} in a forward with {rows} rows on this rank: how many these "
@@ -103,15 +111,24 @@ class BatchDims:
         return line
 
     def _find(self, line: str, shape: Shape, rows: int, call: ForwardCall) -> Dim:
+        if 0 in shape:
+            return None
         key = line, shape, rows
         if key not in self._known:
             dim = self._compare(line, shape, rows)
+            if dim == "unknown" and line in self._lines_by_data:
+                dim = "by data"
             if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
                 self._trials += 1
                 self._drawn[rows], _ = _try_every_row_twice(call, rows)
                 dim = self._compare(line, shape, rows)
             self._learn(key, dim)
         return self._known[key]
+
+    def _differs(self, line: str, shape: Shape) -> bool:
+        """Whether this line has drawn other shapes in trials, and never this one."""
+        others = {other for drawn in self._drawn.values() for at, other in drawn if at == line}
+        return bool(others) and shape not in others
 
     def draws_same(self, call: ForwardCall, before: RNGStates) -> bool:
         """Whether what a call has drawn from numpy's and Python's generators since `before` is the
@@ -150,6 +167,8 @@ class BatchDims:
     def _learn(self, key: tuple[str, Shape, int], dim: Dim) -> None:
         line, shape, _ = key
         self._known[key] = dim
+        if dim == "by data":
+            self._lines_by_data.add(line)
         if not isinstance(dim, str):
             self._dims_at[line, len(shape)].add(dim)
         if dim is None:

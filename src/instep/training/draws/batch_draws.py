@@ -72,14 +72,18 @@ class BatchDrawMode(DrawMode):
         k = self._count - 1
         if k not in self._draw.dims:
             self._draw.dims[k] = self._find(shape)
-        return self._draw.dims[k]
+        dim: int | str | None = self._draw.dims[k]
+        if isinstance(dim, str):
+            self._seed(self._block.rank)
+            return None
+        return dim
 
-    def _find(self, shape: Shape) -> int | None:
+    def _find(self, shape: Shape) -> Dim:
         if self._block.size == 1 or self._call is None or self._call.batch_dims is None:
             return None
         dims: BatchDims = self._call.batch_dims
         dim: Dim = dims.find(shape, self._rows, self._call)
-        if not isinstance(dim, str):
+        if dim != "unknown":
             return dim
         if self._call.trial is not None:
             return None
