@@ -230,6 +230,21 @@ def test_batches_of_which_some_rank_has_the_same_number_of_rows_are_told_apart_b
 
 @ranks(2)
 def test_a_generator_first_and_a_discriminator_after_share_the_batch():
+@ranks(2, 3)
+def test_a_copy_of_an_earlier_batch_has_the_gradient_of_that_batch():
+    data, kept = line(11), None
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    for _ in range(2):
+        for step, (x,) in enumerate(instep.shard(DataLoader(TensorDataset(data), 4))):
+            whole = data[4 * step : 4 * step + 4]
+            if kept is not None:
+                check_gradient(model, *kept)
+            check_gradient(model, whole, x.clone())
+            # As many rows as a rank of two has of an earlier batch, in a dimension that is time.
+            check_gradient(model, whole, torch.stack([x, x]))
+            kept = whole, x.clone()
+
+
     data = line(10)
     generator, discriminator = (instep.replicate(nn.Linear(2, 2, bias=False)) for _ in range(2))
     for (x,) in instep.shard(DataLoader(TensorDataset(data), 4)):

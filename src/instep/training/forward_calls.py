@@ -70,7 +70,7 @@ class ForwardCall:
 
         Collective in some cases; raises UnknownBatchError (see BatchCandidates.resolve).
         """
-        if len(self.batch.blocks) > 1:
+        if len(self.batch.blocks) > 1 or self.batch.earlier:
             self.batch = BatchCandidates((self.batch.resolve(),))
         return self.batch.blocks[0]
 

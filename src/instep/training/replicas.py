@@ -287,9 +287,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if replica.has_new_parts:
         _add_new_parts(module, replica)
     seed = _next_seed(replica, module)
-    call = ForwardCall(
-        find_candidates((args, kwargs)), replica.statistics, replica.dropout, seed, replica=replica
-    )
+    batch = find_candidates((args, kwargs), may_be_kept=torch.is_grad_enabled())
+    call = ForwardCall(batch, replica.statistics, replica.dropout, seed, replica=replica)
     call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
     call.caller = script_line(with_offset=True)
     call.needs_gradients = torch.is_grad_enabled()
@@ -349,8 +348,8 @@ def _on_registration(module: nn.Module, name: str, added: object) -> None:
 def _patch_torch() -> None:
     """Replace the functions of torch that replicas need; once, for good."""
     register_module_parameter_registration_hook(_on_registration)
-    closures.follow_steps()
     register_module_module_registration_hook(_on_registration)
+    closures.follow_steps()
     replaced = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(

@@ -21,6 +21,11 @@ class BatchCandidates:
     rows: frozenset[int] = frozenset()
     same_on_all_ranks: bool = True
     """Whether all ranks have the same candidates, in the same order."""
+    earlier: tuple[Block, ...] = ()
+    """Where there is one candidate: batches that were requested shortly before it and that the
+    ranks divide otherwise. The inputs may be a copy of one that the script has kept."""
+    inner: tuple[frozenset[int], ...] = ()
+    """For these: the lengths of the inputs in the next dimensions, as many on every rank."""
 
     @property
     def is_placeholder(self) -> bool:
@@ -30,13 +35,14 @@ class BatchCandidates:
         return block is not None and block.is_empty
 
     def resolve(self) -> Block | None:
-        """The one batch. Raises UnknownBatchError. Collective where there are several candidates.
+        """The one batch. Raises UnknownBatchError. Collective where there are several, or earlier
+        ones.
 
         Inputs that have on every rank as many times the rows of a batch as on the others are made
         of it, too: several views of each sample.
         """
         if len(self.blocks) == 1:
-            return self.blocks[0]
+            return self._resolve_single()
         times = range(1, _MAX_VIEWS + 1) if self.same_on_all_ranks else (1,)
         fits = [
             block is not None and views * _rows(block) in self.rows
@@ -54,9 +60,34 @@ class BatchCandidates:
             return self.blocks[-1]
         if None in self.blocks and self.rows and not any(fits):
             return None
-        raise UnknownBatchError(
-            sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
-        )
+        raise self._error(*self.blocks)
+
+    def _resolve_single(self) -> Block | None:
+        """The one candidate, or an earlier batch if only that has the inputs' rows on every rank.
+        Collective where there are `earlier` ones."""
+        own = self.blocks[0]
+        if not self.earlier or own is None:
+            return own
+        count = _rows(own)
+        fits = [views * count in self.rows for views in range(1, _MAX_VIEWS + 1)]
+        fits += [_rows(block) in self.rows for block in self.earlier]
+        fits += [count in lengths for lengths in self.inner]
+        misfits = each_on_any_rank([not fit for fit in fits], get_transport())
+        pairs = zip(self.earlier, misfits[_MAX_VIEWS:], strict=False)
+        kept = [block for block, misfit in pairs if not misfit]
+        if len(kept) != 1 or not misfits[0]:
+            return own
+        # With as many rows on every rank, the first dimension may be another one, such as time.
+        if len({*kept[0].fractions()}) == 1:
+            if not all(misfits[_MAX_VIEWS + len(self.earlier) :]):
+                return own
+            if not all(misfits[:_MAX_VIEWS]):
+                raise self._error(own, kept[0])
+        return kept[0]
+
+    def _error(self, *blocks: Block | None) -> UnknownBatchError:
+        shown = [(block.total, _rows(block)) for block in blocks if block is not None]
+        return UnknownBatchError(sorted(self.rows), shown)
 
     def resolve_on_this_rank(self) -> Block | None:
         """The one batch; None if this rank cannot tell by itself. Not collective."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +47,8 @@ _MAX_PAST = 256
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
+_recent: deque[Block] = deque(maxlen=4)
+"""The last batches that were requested with gradients enabled."""
     """A loop has requested `batch` and works on it now or later."""
     index = _request(tracker, block)
     for leaf in tensor_leaves(batch):
@@ -139,6 +144,8 @@ def is_registered(tensor: Tensor) -> bool:
     return tensor in _block_of
 
 
+    _recent.clear()
+    _warned.clear()
 def may_be_skipped(block: Block) -> bool:
     """Whether ranks without rows of this batch, at some number of ranks, do not get it now."""
     if torch.is_grad_enabled():
@@ -148,6 +155,8 @@ def may_be_skipped(block: Block) -> bool:
 
 def find_block(tensor: Tensor) -> Block | None:
     """The block in whose memory this tensor lies."""
+        if progress.is_followed() and torch.is_grad_enabled():
+            _recent.append(block)
     tensor = _without_transforms(tensor)
     part = _part_of(tensor)
     block: Block | None = _block_of.get(tensor) if part is None else part.block
@@ -166,8 +175,11 @@ def may_be_share(values: object) -> bool:
     return any(block is not None and block.size > 1 for block in blocks)
 
 
-def find_candidates(values: object) -> BatchCandidates:
-    """The batches to which these inputs may belong: one, if they lie in its memory."""
+def find_candidates(values: object, *, may_be_kept: bool = False) -> BatchCandidates:
+    """The batches to which these inputs may belong: one, if they lie in its memory.
+
+    `may_be_kept`: whether they may be a copy of an earlier batch, which all ranks will find out.
+    """
     tensors = [_without_transforms(tensor) for tensor in tensor_leaves(values)]
     for tensor in tensors:
         part = _part_of(tensor)
@@ -176,7 +188,16 @@ def find_candidates(values: object) -> BatchCandidates:
         block = find_block(tensor)
         if block is not None:
             return BatchCandidates((block,))
-    return _candidates(frozenset(tensor.shape[0] for tensor in tensors if tensor.dim()))
+    found = _candidates(_lengths(tensors, 0))
+    own = found.blocks[0]
+    if not may_be_kept or len(found.blocks) > 1 or own is None or not found.rows:
+        return found
+    earlier = tuple(b for b in dict.fromkeys(_recent) if b.fractions() != own.fractions())
+    return replace(found, earlier=earlier, inner=tuple(_lengths(tensors, k) for k in (1, 2, 3)))
+
+
+def _lengths(tensors: Iterable[Tensor], dim: int) -> frozenset[int]:
+    return frozenset(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
 
 
 def _candidates(rows: frozenset[int]) -> BatchCandidates:
