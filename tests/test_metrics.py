@@ -1,13 +1,14 @@
 """Metrics count every sample once, whoever holds it."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
-from instep.errors import TrainingError
+from instep.errors import InstepWarning, TrainingError
 from pool import ranks, run
 
 
@@ -199,3 +200,21 @@ def test_a_collective_that_ranks_without_rows_do_not_come_to_is_an_error(name):
         iterator = iter(loader)
         assert len(list(iterator)) == 2 + instep.rank
     assert instep.all_reduce(torch.tensor(seen)).item() == 5, "after the loop all ranks come"
+
+
+@ranks(1, 2)
+def test_a_reduction_of_what_a_placeholder_gave_is_told_of():
+    samples, mean = 0, instep.Mean()
+    for (x,) in instep.shard(DataLoader(TensorDataset(torch.arange(5.0)), 2)):
+        samples += len(x)
+        mean.update(x)
+        assert len(instep.gather_rows(x)) == min(2, 5 - 2 * (x.max() // 2))
+    assert mean.compute() == 2
+    told = pytest.warns(InstepWarning, match=r"test_metrics.py:\d+ takes .*INS709")
+    with told if instep.world_size > 1 else nullcontext():
+        assert instep.all_reduce(torch.tensor(samples)) == 4 + instep.world_size
+    told = pytest.warns(InstepWarning, match="INS709")
+    with told if instep.world_size > 1 else nullcontext():
+        assert len(instep.all_gather(x)) == instep.world_size
+    for (x,) in instep.shard(DataLoader(TensorDataset(torch.arange(4.0)), 2)):
+        assert instep.all_reduce(torch.tensor(len(x))) == 2

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed import numbers
-from instep.distributed.communication.collectives import all_reduce
+from instep.distributed.communication.collectives import sum_with_graph
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import Numbers, NumbersTransport
@@ -228,11 +228,11 @@ def _composite(
 ) -> Tensor:
     """Batch normalisation with the statistics of all ranks, step by step."""
     dims, shape = _all_but_channels(x)
-    count = all_reduce(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
-    mean = all_reduce(_contribution(x.sum(dims), is_placeholder)) / count
+    count = sum_with_graph(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
+    mean = sum_with_graph(_contribution(x.sum(dims), is_placeholder)) / count
     mean = apply(_ZeroGrad, mean, True) if is_placeholder else mean
     centred = x - mean.view(shape)
-    var = all_reduce(_contribution(centred.square().sum(dims), is_placeholder)) / count
+    var = sum_with_graph(_contribution(centred.square().sum(dims), is_placeholder)) / count
     var = apply(_ZeroGrad, var, True) if is_placeholder else var
     output = centred * (var + eps).rsqrt().view(shape)
     if weight is not None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.exchanges import (
-    all_gather,
+    all_gather_in_silence,
+    before_values,
     connect_gradients,
     graph_token,
     reduce_scatter_inputs,
@@ -58,9 +59,14 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     """
     transport, op = _check(tensor, op, group)
     if op == "product":
-        return reduce_parts(all_gather(tensor, group=group), op)
+        return reduce_parts(all_gather_in_silence(tensor, group), op)
     function = _MinMax if op in ("min", "max") else _AllReduce
     return _apply(function, tensor, op, transport)
+
+
+def sum_with_graph(tensor: Tensor) -> Tensor:
+    """`all_reduce(tensor)`, of numbers of instep's own."""
+    return _apply(_AllReduce, tensor, "sum", get_transport())
 
 
 def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -141,7 +147,10 @@ def barrier(*, group: Group | None = None) -> None:
 def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str]:
     """The transport of the group, and the name of the reduction."""
     check_reachable(tensor)
-    return transport_of_call(group), check_op(op, tensor.dtype)
+    transport = transport_of_call(group)
+    for look in before_values:
+        look()
+    return transport, check_op(op, tensor.dtype)
 
 
 def _reduce_flat(tensor: Tensor, op: str, reduce_tensor: Reduce) -> Tensor:

@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 
 before_collectives: list[Callable[[], None]] = []
 """Called before each collective of a script's to which all ranks must come. They may raise."""
+before_values: list[Callable[[], None]] = []
+"""Called before each one that gives a rank the values of others' tensors. They may warn."""
 
 
 def transport_of_call(group: Group | None) -> Transport:
@@ -55,6 +57,13 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
 
     Raises DisagreementError, WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
+    for look in before_values:
+        look()
+    return all_gather_in_silence(tensor, group)
+
+
+def all_gather_in_silence(tensor: Tensor, group: Group | None = None) -> list[Tensor]:
+    """As `all_gather`, of values of which the script need not be warned."""
     check_reachable(tensor)
     transport = transport_of_call(group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
@@ -79,6 +88,8 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
     check_reachable(tensor)
+    for look in before_values:
+        look()
     transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     inputs = [tensor if r == root_rank else tensor.new_empty(0) for r in range(transport.size)]

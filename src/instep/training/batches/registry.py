@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.communication.exchanges import before_collectives
+from instep.distributed.communication.exchanges import before_collectives, before_values
 from instep.distributed.communication.scopes import scope_number
-from instep.errors import TrainingError
+from instep.distributed.watchdog.call_stack import script_line
+from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_private import is_transformed, unwrap_transformed
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
@@ -41,16 +42,20 @@ _parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
 _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
+_warned: set[str] = set()
+"""The lines of which there was a warning."""
 _past: dict[Block, None] = {}
 """The batches that were requested, one of each size."""
 _MAX_PAST = 256
+_recent: deque[Block] = deque(maxlen=4)
+"""The last batches that were requested with gradients enabled."""
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
-_recent: deque[Block] = deque(maxlen=4)
-"""The last batches that were requested with gradients enabled."""
     """A loop has requested `batch` and works on it now or later."""
     index = _request(tracker, block)
+    if block.total < block.size and not tracker.is_skipped_by_some:
+        tracker.has_placeholders = True
     for leaf in tensor_leaves(batch):
         _block_of[leaf] = block
         covered = _bytes_of(leaf)
@@ -107,6 +112,26 @@ def _check_collective() -> None:
 before_collectives.append(_check_collective)
 
 
+def _look_for_placeholders() -> None:
+    """Warn, once for each line, of a collective of what was computed from placeholders, too."""
+    if scope_number() is not None or not _trackers or not _trackers[-1].has_placeholders:
+        return
+    line = script_line()
+    if line not in _warned:
+        _warned.add(line)
+        warnings.warn(
+            f"{line} takes values of all ranks in or after a loop over batches of which one has "
+            "fewer rows than there are ranks. Ranks without rows run a placeholder in its place, "
+            "of which len(x) is 1 too: what the script computes from it counts here. instep.Mean, "
+            "instep.Metric and instep.gather_rows leave it out. [INS709]",
+            InstepWarning,
+            stacklevel=2,
+        )
+
+
+before_values.append(_look_for_placeholders)
+
+
 def end_step() -> None:
     """A backward has ended."""
     _manual.end_step()
@@ -119,6 +144,8 @@ def reset() -> None:
     _parts.clear()
     _block_of.clear()
     _past.clear()
+    _recent.clear()
+    _warned.clear()
 
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
@@ -128,6 +155,8 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
             progress.current.note_loaded()
         if progress.is_followed() and block.total >= block.size and len(_past) < _MAX_PAST:
             _past[block] = None
+        if progress.is_followed() and torch.is_grad_enabled():
+            _recent.append(block)
     if tracker is not _manual:
         progress.current.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
@@ -144,8 +173,6 @@ def is_registered(tensor: Tensor) -> bool:
     return tensor in _block_of
 
 
-    _recent.clear()
-    _warned.clear()
 def may_be_skipped(block: Block) -> bool:
     """Whether ranks without rows of this batch, at some number of ranks, do not get it now."""
     if torch.is_grad_enabled():
@@ -155,8 +182,6 @@ def may_be_skipped(block: Block) -> bool:
 
 def find_block(tensor: Tensor) -> Block | None:
     """The block in whose memory this tensor lies."""
-        if progress.is_followed() and torch.is_grad_enabled():
-            _recent.append(block)
     tensor = _without_transforms(tensor)
     part = _part_of(tensor)
     block: Block | None = _block_of.get(tensor) if part is None else part.block

@@ -41,6 +41,8 @@ class BatchTracker:
         self._collectives = _collectives
         self.is_skipped_by_some = False
         """Whether ranks that have no rows of the last batch do not get it."""
+        self.has_placeholders = False
+        """Whether ranks without rows of a batch have run a placeholder."""
 
     def request(self, block: Block | None) -> int:
         """The loop gets `block` (None: there are no more batches); returns its index."""
@@ -133,6 +135,7 @@ class ManualBatchTracker(BatchTracker):
         if self._step_ended:
             self._blocks.clear()
             self._step_ended = False
+            self.has_placeholders = False
         return super().request(block)
 
     def end_step(self) -> None:
