@@ -333,3 +333,35 @@ def test_numbers_drawn_inside_leave_in_step_what_was_in_step():
     drawn = draw()
     assert drawn[:2] == alone[2][:2]
     assert drawn[2] == own[instep.world_size - 1 == instep.rank]
+
+
+@ranks(1, 2)
+def test_numbers_that_the_main_process_draws_leave_the_ranks_in_step():
+    for _ in range(2):
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(3)
+        drawn = [instep.on_main_process(draw)() for _ in range(2)]
+        assert instep.rank or drawn[0] != drawn[1]
+        assert draw() == instep.broadcast_object(draw_after_seeding())
+
+
+def draw_after_seeding():
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+    return draw()
+
+
+def orders_around_scopes():
+    generator = torch.Generator().manual_seed(3)
+    rows = TensorDataset(torch.arange(8))
+    loader = instep.shard(DataLoader(rows, 4, shuffle=True, generator=generator))
+    orders = []
+    for _ in range(2):
+        inside = instep.single_process_scope()(lambda: [x for (x,) in loader])()
+        orders += inside + [instep.gather_rows(x) for (x,) in loader]
+    return torch.cat(orders).tolist()
+
+
+def test_what_a_loader_draws_inside_leaves_its_order_the_same_on_all_ranks():
+    (alone,) = run(1, orders_around_scopes)
+    assert run(2, orders_around_scopes) == [alone] * 2

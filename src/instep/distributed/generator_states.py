@@ -5,12 +5,19 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
+_others: WeakValueDictionary[int, torch.Generator] = WeakValueDictionary()
+"""Generators of loaders, which are in step on all ranks, by their numbers."""
+_numbers = count()
 Changes = dict[str, tuple[bytes, Any]]
 """The digest of a generator's state before, and its state after, by the generator's name."""
 
@@ -52,11 +59,43 @@ def describe_state(generator: Any) -> str | bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
 
 
+_apart: dict[str, Any] | None = None
+"""The states at the end of what was last `kept_apart`."""
+_is_apart = False
+
+
+@contextmanager
+def kept_apart() -> Iterator[None]:
+    """Inside, the global generators go on from where they were at the end of the last such piece
+    of the script; outside, nothing was drawn. Another thread of the script draws as ever."""
+    global _apart, _is_apart
+    if _is_apart or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _is_apart = get_states(), True
+    _set_states(before | (_apart or {}))
+    try:
+        yield
+    finally:
+        _apart, _is_apart = get_states(), False
+        _set_states(before)
+
+
+def keep_in_step(generators: Iterable[torch.Generator]) -> None:
+    """Treat these, of which every rank has its own, as the global ones are from now on. Every rank
+    calls this in the same order."""
+    for generator in generators:
+        if not any(generator is known for known in _others.values()):
+            _others[next(_numbers)] = generator
+
+
 def get_states() -> dict[str, Any]:
-    """The states of the global generators now, by their names; of numpy's if it is in use."""
+    """The states of the global generators now, by their names; of numpy's if it is in use, and of
+    those that are kept in step, by their numbers."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (numpy := _numpy_random()) is not None:
         states["numpy"] = numpy.get_state(legacy=False)
+    states |= {str(number): each.get_state() for number, each in _others.items()}
     return states
 
 
@@ -72,15 +111,24 @@ def find_changes(before: Mapping[str, Any]) -> Changes:
 def follow(changes: Changes) -> None:
     """Set the generators that are in the state from before the change to the one after it."""
     own = get_states()
-    for name, (before, after) in changes.items():
-        if name not in own or _digest(own[name]) != before:
-            continue
+    in_step = {
+        name: after
+        for name, (before, after) in changes.items()
+        if name in own and _digest(own[name]) == before
+    }
+    _set_states(in_step)
+
+
+def _set_states(states: Mapping[str, Any]) -> None:
+    for name, state in states.items():
         if name == "torch":
-            torch.set_rng_state(after)
+            torch.set_rng_state(state)
         elif name == "python":
-            random.setstate(after)
+            random.setstate(state)
+        elif name == "numpy":
+            sys.modules["numpy.random"].set_state(state)
         else:
-            sys.modules["numpy.random"].set_state(after)
+            _others[int(name)].set_state(state)
 
 
 def _numpy_random() -> Any:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
 from instep.process import settings
@@ -24,6 +23,7 @@ from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.position import LoaderPosition
+from instep.training.loaders.generators import broadcast_states
 from instep.training.loaders.sliced import SlicedLoader
 from instep.training.optimizer_shards.sharded_step import shard_optimizer
 from instep.training.random_streams import (
@@ -140,8 +140,7 @@ class ShardedLoader(DataLoader[T]):
         self, whole: DataLoader[T], *, empty_block: Callable[[], Block] = empty_block
     ) -> None:
         """`empty_block` makes this rank's block of a batch without samples."""
-        if whole.generator is not None:
-            whole.generator.set_state(broadcast_object(whole.generator.get_state()))
+        broadcast_states(whole)
         assert whole.batch_sampler is not None
         self._seed = broadcast_seed()
         self._seeded = not is_deterministic(whole.dataset)

@@ -91,21 +91,25 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
         def log(loss):
             writer.add_scalar("loss", loss)
 
-    No rank waits, and an exception is raised on rank 0 only. It must call nothing that all ranks
-    have to call; `single_process_scope` is for values that all ranks need.
+    What it draws on the CPU comes from a stream of its own, so that the ranks stay in step. No rank
+    waits, and an exception is raised on rank 0 only. It must call nothing that all ranks have to
+    call; `single_process_scope` is for values that all ranks need.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(*args, **kwargs) if bootstrap.current().rank == 0 else None
+        if bootstrap.current().rank != 0:
+            return None
+        with generator_states.kept_apart():
+            return function(*args, **kwargs)
 
     return run
 
 
-@on_main_process
 def print(*values: object, **options: Any) -> None:  # noqa: A001
     """Python's print, on rank 0 alone; the same arguments."""
-    builtins.print(*values, **options)
+    if bootstrap.current().rank == 0:
+        builtins.print(*values, **options)
 
 
 def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.objects import broadcast_object
+from instep.distributed.generator_states import keep_in_step
+from instep.distributed.rendezvous import bootstrap
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -41,5 +43,8 @@ def set_states(loader: Any, states: list[Tensor]) -> None:
 
 
 def broadcast_states(loader: Any) -> None:
-    """Let its generators be those of rank 0. Collective."""
+    """Let its generators be those of rank 0, also after one rank has drawn from them in a scope.
+    Collective."""
     set_states(loader, broadcast_object(get_states(loader)))
+    if not bootstrap.is_world_of_one():  # a scope, which other ranks are not in
+        keep_in_step(generators_of(loader))
