@@ -1,16 +1,18 @@
 """Which batch a forward belongs to: by the tensors, by the order of requests, by the rows."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import instep
-from instep.errors import UnknownBatchError
+from instep.errors import InstepWarning, UnknownBatchError
+from instep.training import random_streams
 from instep.training.batches import registry
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.registry import find_candidates, register
@@ -228,8 +230,6 @@ def test_batches_of_which_some_rank_has_the_same_number_of_rows_are_told_apart_b
     check_gradient(model, data[:4], loaded[0])
 
 
-@ranks(2)
-def test_a_generator_first_and_a_discriminator_after_share_the_batch():
 @ranks(2, 3)
 def test_a_copy_of_an_earlier_batch_has_the_gradient_of_that_batch():
     data, kept = line(11), None
@@ -245,6 +245,8 @@ def test_a_copy_of_an_earlier_batch_has_the_gradient_of_that_batch():
             kept = whole, x.clone()
 
 
+@ranks(2)
+def test_a_generator_first_and_a_discriminator_after_share_the_batch():
     data = line(10)
     generator, discriminator = (instep.replicate(nn.Linear(2, 2, bias=False)) for _ in range(2))
     for (x,) in instep.shard(DataLoader(TensorDataset(data), 4)):
@@ -373,3 +375,28 @@ def test_two_views_of_a_batch_are_known_beside_another_loader():
             next(others)
         whole = data[4 * step : 4 * step + 4].repeat(2, 1)
         check_gradient(model, whole, torch.cat([x, x * 1.0]))
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_thread_that_loads_draws_nothing_of_the_main_threads(draws):
+    random_streams._warn_of_thread.cache_clear()
+    rows = Noisy() if draws else TensorDataset(torch.arange(12))
+    loader = instep.shard(DataLoader(rows, 4, shuffle=True))
+    before = torch.get_rng_state()
+    loaded = []
+    thread = threading.Thread(target=lambda: loaded.extend(loader))
+    told = pytest.warns(InstepWarning, match=r"test_batches.py:\d+ .*INS710")
+    with told if draws else nullcontext():
+        thread.start()
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(loaded) == len(loader)

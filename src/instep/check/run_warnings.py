@@ -140,6 +140,35 @@ copy = instep.replicate(copy.deepcopy(model))
         of_python=True,
     ),
     RunWarning(
+        "INS709",
+        "placeholder-counted",
+        "What a script adds up over the ranks counts a placeholder.",
+        """\
+A batch has fewer rows than there are ranks. A rank without rows runs one sample of that batch in
+training, so that all ranks come to the same collectives; gradients, batch statistics and instep's
+metrics leave it out. What the script itself computes from it does not: `len(x)` is 1 there, too.
+Where the line is about something else, such as a time, the warning means nothing.
+
+Add up by what leaves it out, or let every batch have a row for each rank (`drop_last=True`):
+
+```python
+mean = instep.Mean()
+mean.update(loss.detach(), len(x))  # in place of total += instep.all_reduce(loss * len(x))
+```""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS710",
+        "drawn-in-a-thread",
+        "A thread iterates over a sharded loader that draws random numbers.",
+        """\
+Random numbers of samples, and of samplers that are not torch's own, come from the global
+generators, which instep sets for them and sets back. The main thread has the same generators: what
+it draws meanwhile are other numbers than those of one process, and the ranks may get out of step.
+Let a worker load the samples (`num_workers=1` loads ahead, too), or iterate in the main thread.""",
+        of_python=True,
+    ),
+    RunWarning(
         "INS711",
         "computed-whole",
         "Every rank computes a module's whole batch.",

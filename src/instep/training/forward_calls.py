@@ -6,6 +6,7 @@ where backward finds it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class ForwardCall:
     """What is known of this replica's draws (`draws.batch_dims`)."""
     trial: list[tuple[str, tuple[int, ...]]] | None = None
     """In a trial, the lines that draw, and the shapes."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that runs it: what others draw meanwhile is none of its draws."""
 
     @classmethod
     def of(cls, block: Block | None, statistics: Scope | None = None) -> ForwardCall:

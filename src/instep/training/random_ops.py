@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +190,8 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
     if any(transform.key() == VMAP for transform in interpreter_stack() or ()):
         return None, None  # vmap's argument randomness says what is drawn for each sample
     call = forward_calls.current() or _call_of_method()
+    if call is not None and call.thread != threading.get_ident():
+        return None, None
     if call is not None and call.trial is not None:
         call.draws += 1
         seed = derive_seed(call.seed, call.draws - 1)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
@@ -26,6 +29,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.identity import torch_devices
+from instep.distributed.watchdog.call_stack import script_line
+from instep.errors import InstepWarning
 
 T = TypeVar("T")
 
@@ -107,30 +112,23 @@ class RNGStates:
 class SharedRandomStream:
     """Random numbers that are the same on all ranks: `with stream.activate(): ...`.
 
-    Code inside draws from the global generators on the CPU as it always does (torch, and unless
-    `only_torch` also numpy and random); outside they are as they were.
+    Code inside draws from the global generators on the CPU as it always does (torch, numpy and
+    random); outside they are as they were.
     """
 
-    def __init__(self, seed: int, *, only_torch: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         self.states = RNGStates(
             torch.Generator().manual_seed(seed).get_state(),
             dict(np.random.MT19937(seed).state),
             random.Random(seed).getstate(),
         )
-        self._only_torch = only_torch
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Inside, the global generators draw from this stream."""
-        if self._only_torch:
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states.torch)
-            try:
-                yield
-            finally:
-                self.states = replace(self.states, torch=torch.get_rng_state())
-                torch.set_rng_state(outside)
-            return
+        """Inside, the global generators draw from this stream. Warns once in another thread than
+        the main one, whose draws they would be as well (InstepWarning)."""
+        if threading.current_thread() is not threading.main_thread():
+            _warn_of_thread()
         before = RNGStates.capture()
         self.states.restore()
         try:
@@ -138,6 +136,18 @@ class SharedRandomStream:
         finally:
             self.states = RNGStates.capture()
             before.restore()
+
+
+@cache
+def _warn_of_thread() -> None:
+    warnings.warn(
+        f"{script_line()} iterates over a sharded loader in a thread. What the loader draws comes "
+        "from the global generators, so what it and the main thread draw at the same time is not "
+        "what one process draws. Let a worker load the samples (num_workers=1), or iterate in the "
+        "main thread. [INS710]",
+        InstepWarning,
+        stacklevel=2,
+    )
 
 
 # ------------------------------------------------------------------------------- the sample's

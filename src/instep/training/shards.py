@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set, Sized
 from dataclasses import replace
@@ -22,8 +23,8 @@ from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
-from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.generators import broadcast_states
+from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.sliced import SlicedLoader
 from instep.training.optimizer_shards.sharded_step import shard_optimizer
 from instep.training.random_streams import (
@@ -31,6 +32,7 @@ from instep.training.random_streams import (
     SeededDataset,
     SharedRandomStream,
     broadcast_seed,
+    derive_seed,
     is_deterministic,
 )
 
@@ -182,6 +184,10 @@ class ShardedLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         """torch's iterator, over a dataset that draws each sample from its own stream."""
         loading = copy.copy(self)
+        if threading.current_thread() is not threading.main_thread() and self.generator is None:
+            # The seed of workers: from the global generator it would come at any moment.
+            seed = derive_seed(self._seed, self._blocks.epoch, "workers")
+            vars(loading)["generator"] = torch.Generator().manual_seed(seed)
         if self._seeded:
             vars(loading)["dataset"] = SeededDataset(self.dataset, self._seed)
         return super(ShardedLoader, loading)._get_iterator()

@@ -272,7 +272,7 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
 
 def _call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) -> None:
     """Call a copy of the module that shares its parameters, and leave no trace."""
-    trial.caller = script_line(with_offset=True)
+    trial.caller, trial.thread = script_line(with_offset=True), threading.get_ident()
     with redirect_stdout(io.StringIO()), ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))

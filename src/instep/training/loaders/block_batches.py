@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import Sampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block
 from instep.training.errors import OtherDataError
 from instep.training.random_streams import SeededIndex, SharedRandomStream, derive_seed
+
+_RANDOM = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 def empty_block() -> Block:
@@ -50,20 +61,39 @@ class BlockBatchSampler:
         return len(self._batches)
 
     def __iter__(self) -> EpochBatches:
-        stream = SharedRandomStream(
-            derive_seed(self.seed, self.epoch), only_torch=_is_of_torch(self._batches)
-        )
+        seed = derive_seed(self.seed, self.epoch)
+        batches = _drawing_from(self._batches, torch.Generator().manual_seed(seed))
+        activate = nullcontext if batches is not None else SharedRandomStream(seed).activate
         epoch = self.epoch if self._seeded else None
-        self.last = EpochBatches(self._batches, stream, self._empty_block(), epoch, self.skipped)
+        self.last = EpochBatches(
+            self._batches if batches is None else batches,
+            activate,
+            self._empty_block(),
+            epoch,
+            self.skipped,
+        )
         return self.last
 
 
-def _is_of_torch(sampler: object) -> bool:
-    """Whether this is one of torch's samplers, which draw from torch's generator only."""
-    if type(sampler).__module__ != Sampler.__module__:
-        return False
-    inner = getattr(sampler, "sampler", None)
-    return inner is None or _is_of_torch(inner)
+def _drawing_from(sampler: Any, generator: torch.Generator) -> Any:
+    """A copy of one of torch's samplers that draws from `generator` what it would draw from the
+    global one in that state; None for other samplers."""
+    kind = type(sampler)
+    if kind is BatchSampler:
+        inner = _drawing_from(sampler.sampler, generator)
+        return None if inner is None else _with(sampler, sampler=inner)
+    if kind is SequentialSampler or (kind in _RANDOM and sampler.generator is not None):
+        return sampler
+    if kind is RandomSampler:
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+        return _with(sampler, generator=torch.Generator().manual_seed(seed))
+    return _with(sampler, generator=generator) if kind in _RANDOM else None
+
+
+def _with(sampler: Any, /, **attributes: Any) -> Any:
+    changed = copy.copy(sampler)
+    vars(changed).update(attributes)
+    return changed
 
 
 class EpochBatches:
@@ -72,7 +102,7 @@ class EpochBatches:
     def __init__(
         self,
         batches: Iterable[list[Any]],
-        stream: SharedRandomStream,
+        activate: Callable[[], AbstractContextManager[object]],
         empty_block: Block,
         epoch: int | None,
         skipped: int,
@@ -81,10 +111,10 @@ class EpochBatches:
         self._skipped = skipped
         self._count = 0
         """How many batches of the epoch were requested, those before a checkpoint included."""
-        self._stream = stream
+        self._activate = activate
         self._empty_block = empty_block
         self._epoch = epoch
-        with stream.activate():
+        with activate():
             self._batches = iter(batches)
 
     def __iter__(self) -> EpochBatches:
@@ -93,7 +123,7 @@ class EpochBatches:
     def __next__(self) -> list[Any]:
         if self._skipped:
             self._skip()
-        with self._stream.activate():
+        with self._activate():
             batch = list(next(self._batches))
         self._count += 1
         block = replace(self._empty_block, total=len(batch))
@@ -106,7 +136,7 @@ class EpochBatches:
     def _skip(self) -> None:
         """Pass over the batches that were taken before a checkpoint."""
         seen, skipped, self._skipped = 0, self._skipped, 0
-        with self._stream.activate():
+        with self._activate():
             while seen < skipped:
                 batch = next(self._batches, None)
                 seen += 0 if batch is None else len(batch)
