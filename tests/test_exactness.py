@@ -16,7 +16,8 @@ import instep
 from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning, TrainingError
 from instep.training import random_ops
-from oracle import compare, same_as_one_process
+from instep.training.losses import divisors
+from oracle import compare, play, same_as_one_process
 from pool import device, ranks, run
 
 pytestmark = pytest.mark.slow
@@ -128,13 +129,26 @@ def test_a_token_mean():
     assert compare(tokens, size=1).gradient == 0  # the loss sees rows by their place in the batch
 
 
-def unstated(log):
-    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64, device=device())
-    train(log, net(), rows(40), lambda m, x, y: cross_entropy(m(x), y, weight=weights))
+CLASS_WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64)
+UNSTATED = {
+    "class weights": lambda out, y: cross_entropy(out, y, weight=CLASS_WEIGHTS.to(out.device)),
+    "kept": lambda out, y: out.square().mean() + out.sum(1)[y > 0].mean(),
+    "sum": lambda out, y: cross_entropy(out, y, reduction="sum"),
+    "fraction of a sum": lambda out, y: out.square().sum() / 50,
+}
 
 
-def test_class_weights_taken_for_a_plain_mean_are_far_off():
-    assert compare(unstated, size=3).gradient > 0.05
+def unstated(log, name):
+    train(log, net(), rows(40), lambda m, x, y: UNSTATED[name](m(x), y), epochs=1)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("name", UNSTATED)
+def test_a_loss_whose_divisor_is_not_stated_is_named(name):
+    divisors._warned.clear()
+    told = pytest.warns(InstepWarning, match=r"test_exactness.py:\d+ calls backward .*INS716")
+    with told if instep.world_size > 1 else nullcontext():
+        play(unstated, (name,))
 
 
 def with_a_teacher(log):

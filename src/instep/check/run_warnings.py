@@ -216,5 +216,21 @@ The collectives work, and are slower. The line says why: too little memory in /d
 different containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant,
 and there is no line.""",
     ),
+    RunWarning(
+        "INS716",
+        "divisor-not-stated",
+        "A loss divides by something else than its rows, or by nothing.",
+        """\
+The gradient of a rank's loss has the weight of its rows. That is the gradient of the whole batch
+where the loss is a mean over rows. Class weights, an ignored class, a mean over tokens or over some
+of the rows, and sums need another weight. State it before `backward()`:
+
+```python
+loss = cross_entropy(model(x), y, weight=weights, ignore_index=-1)
+instep.weight(weights[y[y != -1]].sum())  # of this rank's rows; instep.weight(None) for a sum
+loss.backward()
+```""",
+        of_python=True,
+    ),
 )
 RUN_WARNINGS: dict[str, RunWarning] = {each.code: each for each in _ALL}

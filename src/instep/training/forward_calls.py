@@ -166,6 +166,19 @@ def find_calls(
     return list(found), used
 
 
+def comes_from_call(node: Any) -> bool:
+    """Whether a call's output leads to this node of a graph."""
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        if _TAG in node.metadata:
+            return True
+        following = {each for each in next_nodes(node) if each is not None} - seen
+        seen |= following
+        stack += following
+    return False
+
+
 def find_leaves(roots: Iterable[Tensor]) -> list[Tensor]:
     """The tensors whose gradients a backward from these computes; through the whole graph."""
     found: list[Tensor] = []

@@ -36,6 +36,8 @@ from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves
+from instep.training.losses.closures import note_loss
+from instep.training.losses.divisors import look_at_loss
 
 T = TypeVar("T")
 
@@ -43,8 +45,6 @@ _sync = True
 _accumulating: tuple[object, int] | None = None
 """The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
 batches had been loaded when it got it."""
-
-_noted: list[tuple[float, float]] | None = None
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients a DistributedOptimizer averages, with equal weights of all ranks; the
@@ -113,17 +113,6 @@ def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T
     finally:
         if _accumulating is not None and _accumulating[0] is loop:
             _accumulating = None
-
-
-@contextmanager
-def noted_losses() -> Iterator[list[tuple[float, float]]]:
-    """The numbers on which backward is called inside, each with this rank's weight of it."""
-    global _noted
-    before, _noted = _noted, []
-    try:
-        yield _noted
-    finally:
-        _noted = before
 
 
 def _is_summing() -> bool:
@@ -210,8 +199,9 @@ def backward(
         )
     call = _single_call(forwards)
     own_weight = _weight(call)
-    if _noted is not None:
-        _noted.extend((root.item(), own_weight) for root in roots if root.numel() == 1)
+    note_loss(roots, own_weight)
+    if grad_tensors is None and call.weight is None:
+        _look_at_loss(roots, call)
     weighted = _multiply_grads(roots, grad_tensors, own_weight)
     with phase("backward"):
         _backward_of_replicas(original, roots, weighted, rest, call)
@@ -287,6 +277,13 @@ def _backward_of_replicas(
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _look_at_loss(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+    """Warn of a loss that is no mean over rows, as often as the models are compared. Collective."""
+    check: DriftCheck | None = getattr(call.replica, "drift_check", None)
+    if check is not None and call.block is not None and _is_summing() and check.is_due():
+        look_at_loss(roots, call.block.count, get_transport())
 
 
 def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:

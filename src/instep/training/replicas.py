@@ -30,7 +30,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
-from instep.training import batchnorm, closures, forward_calls, gradients
+from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
@@ -42,6 +42,7 @@ from instep.training.draws.batch_dims import BatchDims, script_line
 from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
+from instep.training.losses.closures import follow_steps
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
     RNGStates,
@@ -349,7 +350,7 @@ def _patch_torch() -> None:
     """Replace the functions of torch that replicas need; once, for good."""
     register_module_parameter_registration_hook(_on_registration)
     register_module_module_registration_hook(_on_registration)
-    closures.follow_steps()
+    follow_steps()
     replaced = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +23,29 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
 from instep.training.buckets.reducer import reducer_of
-from instep.training.gradients import noted_losses
 
 Closure = Callable[[], Any]
+Noted = list[tuple[float, float]]
+"""Numbers on which backward is called, each with this rank's weight of it."""
+
+_noted: Noted | None = None
+
+
+def note_loss(roots: Iterable[Tensor], weight: float) -> None:
+    """Backward is called on these, with this weight."""
+    if _noted is not None:
+        _noted.extend((root.item(), weight) for root in roots if root.numel() == 1)
+
+
+@contextmanager
+def _noted_losses() -> Iterator[Noted]:
+    """Those of the backwards inside."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
 
 
 def follow_steps() -> None:
@@ -52,7 +73,7 @@ def _loss_of_batch(closure: Closure) -> Any:
     It is replaced if it is the sum of the losses on which the closure has called backward.
     Collective. Raises TrainingError on every rank if it is not, and differs between the ranks.
     """
-    with noted_losses() as noted:
+    with _noted_losses() as noted:
         loss = closure()
     value = loss.item() if isinstance(loss, Tensor) else float(loss)
     own = sum(each for each, _ in noted)

@@ -1,0 +1,107 @@
+"""What a loss divides by, read from its graph: a warning where that is not the rank's rows.
+
+A rank's loss has the weight of its rows, unless `instep.weight` states what it divides by instead:
+the sum of class weights, the tokens that are kept, or nothing. PyTorch's nodes have these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.distributed.watchdog.call_stack import script_line
+from instep.errors import InstepWarning
+from instep.training.autograd_graph import next_nodes
+from instep.training.forward_calls import comes_from_call
+
+_LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
+_SUM, _MEAN = 2, 1
+"""What torch's losses save as their reduction."""
+_NONE = -1.0
+_warned: set[tuple[str, str]] = set()
+
+
+def look_at_loss(roots: Iterable[Tensor], rows: int, transport: Transport) -> None:
+    """Warn, once for each line, of a loss that is no mean over rows.
+
+    Args:
+        roots: on which backward is called.
+        rows: this rank's.
+
+    Collective.
+    """
+    found = [divisor for root in roots for divisor in _divisors(root.grad_fn)] if rows else []
+    ratios = [divisor / rows for divisor in found if divisor is not None]
+    mine = torch.tensor(
+        [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)],
+        dtype=torch.float64,
+        device="cpu",
+    )
+    gathered = transport.all_gather(mine.to(transport.control_device))
+    are_sums, *bounds = zip(*(each.tolist() for each in gathered), strict=True)
+    if any(are_sums):
+        _warn("is a sum over rows", "instep.weight(None)")
+    elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
+        _warn(
+            "divides by something else than its rows, of which the ranks have other fractions",
+            "instep.weight((y != ignore_index).sum()), for example",
+        )
+
+
+def _differ(numbers: list[float]) -> bool:
+    return any(not math.isclose(each, numbers[0], rel_tol=1e-5) for each in numbers)
+
+
+def _warn(what: str, call: str) -> None:
+    line = script_line()
+    if (line, what) not in _warned:
+        _warned.add((line, what))
+        warnings.warn(
+            f"{line} calls backward on a loss that {what}: the gradient is not that of one "
+            f"process. State what it divides by, before backward: {call}. [INS716]",
+            InstepWarning,
+            stacklevel=2,
+        )
+
+
+def _divisors(root: Any) -> Iterator[float | None]:
+    """What the terms of a loss that come from a replica divide by; None for a sum."""
+    stack: list[tuple[Any, float | None]] = [(root, None)]
+    seen = set()
+    while stack:
+        node, divisor = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found, is_reduction = _divisor_of(node, divisor)
+        if is_reduction:
+            if comes_from_call(node):
+                yield found
+        elif node.name().startswith(("Mul", "Div")):
+            other = node._saved_other
+            if isinstance(other, Tensor) and other.numel() == 1 and other:
+                factor = other.item() if node.name().startswith("Div") else 1 / other.item()
+                stack.append((next_nodes(node)[0], factor * (divisor or 1.0)))
+        elif node.name().startswith(_LINEAR):
+            stack += [(child, divisor) for child in next_nodes(node)]
+
+
+def _divisor_of(node: Any, divisor: float | None) -> tuple[float | None, bool]:
+    """What this node divides by, if it is a reduction; `divisor`: what its sum is divided by."""
+    if hasattr(node, "_saved_self_sym_sizes") and node.name() == "SumBackward0":
+        return divisor, math.prod(node._saved_self_sym_sizes) > 1
+    if node.name() == "MeanBackward0":
+        return float(node._saved_self_sym_numel), True
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _SUM:
+        return divisor, True
+    if reduction != _MEAN:
+        return None, False
+    total = getattr(node, "_saved_total_weight", None)
+    return float(node._saved_self.numel() if total is None else total), True
