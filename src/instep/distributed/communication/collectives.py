@@ -149,7 +149,7 @@ def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str
     check_reachable(tensor)
     transport = transport_of_call(group)
     for look in before_values:
-        look()
+        look(True)
     return transport, check_op(op, tensor.dtype)
 
 

@@ -32,8 +32,9 @@ Shape = tuple[int, ...]
 
 before_collectives: list[Callable[[], None]] = []
 """Called before each collective of a script's to which all ranks must come. They may raise."""
-before_values: list[Callable[[], None]] = []
-"""Called before each one that gives a rank the values of others' tensors. They may warn."""
+before_values: list[Callable[[bool], None]] = []
+"""Called before each one that gives a rank the values of others' tensors; with whether it reduces
+them. They may warn."""
 
 
 def transport_of_call(group: Group | None) -> Transport:
@@ -58,7 +59,7 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     Raises DisagreementError, WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
     for look in before_values:
-        look()
+        look(False)
     return all_gather_in_silence(tensor, group)
 
 
@@ -89,7 +90,7 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     """
     check_reachable(tensor)
     for look in before_values:
-        look()
+        look(False)
     transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     inputs = [tensor if r == root_rank else tensor.new_empty(0) for r in range(transport.size)]

@@ -112,9 +112,14 @@ def _check_collective() -> None:
 before_collectives.append(_check_collective)
 
 
-def _look_for_placeholders() -> None:
-    """Warn, once for each line, of a collective of what was computed from placeholders, too."""
+def _look_for_placeholders(reduces: bool) -> None:
+    """Warn, once for each line, of a collective of what was computed from placeholders, too: in the
+    loop, and after it if it reduces."""
     if scope_number() is not None or not _trackers or not _trackers[-1].has_placeholders:
+        return
+    last = _trackers[-1]
+    in_loop = not last.is_stale and any(block.total < block.size for block in last.candidates())
+    if not (reduces or in_loop):
         return
     line = script_line()
     if line not in _warned:
