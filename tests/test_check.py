@@ -33,6 +33,11 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (61, "INS105"),
     ],
     "careful.py": [],
+    "fsdp_saves.py": [
+        (11, "INS103"),
+        (23, "INS103"),
+        (27, "INS103"),
+    ],
     "explicit_shares.py": [
         (16, "INS209"),
         (23, "INS209"),
@@ -45,6 +50,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (20, "INS501"),
         (27, "INS405"),
     ],
+    "horovod_seeds.py": [(15, "INS304")],
     "launched.py": [
         (16, "INS512"),
         (24, "INS501"),
@@ -90,6 +96,10 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (14, "INS511"),
         (21, "INS204"),
         (27, "INS105"),
+    ],
+    "undivided.py": [
+        (22, "INS308"),
+        (26, "INS308"),
     ],
     "waved_away.py": [
         (6, "INS101"),

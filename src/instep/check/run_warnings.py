@@ -193,8 +193,8 @@ script.""",
         "Every rank loads all samples of a data set.",
         """\
 Ranks load their own samples and exchange them, unless a sample cannot be sent, the data set draws
-from a generator of its own, or loading a sample writes files or changes numbers of the data set;
-the line says which. The numbers are right, and loading is not faster on several ranks.""",
+from a generator of its own, or loading samples writes files, changes numbers of the data set or
+prints; the line says which. The numbers are right, and loading is not faster on several ranks.""",
     ),
     RunWarning(
         "INS714",

@@ -189,6 +189,15 @@ class ScriptInfo:
         """The DataLoader call that a value may come from."""
         return next((c for c in self.origins.calls(node) if c in self.loaders), None)
 
+    def has_shard_call(self, loader: ast.Call) -> bool:
+        """`shard(DataLoader(…))`, `prepare(loader)`: somebody else divides it."""
+        names = set(self.target_names(loader).split())
+        return any(
+            self.script.is_inside(loader, call)
+            or names & {self.script.source(a) for a in call.args}
+            for call in self.script.calls_named("shard", "prepare", "prepare_data_loader", "setup")
+        )
+
     def target_names(self, call: ast.Call) -> str:
         """The names that a call's result is assigned to, as one text."""
         statement = self.script.statement_of(call)

@@ -1,4 +1,4 @@
-"""INS301, INS305, INS306: the order of samples, and the model's input."""
+"""INS301, INS305, INS306, INS308: which samples a rank gets, and the model's input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
-from instep.check.script_info import RuleScope, ScriptInfo
+from instep.check.script_info import RuleScope, ScriptInfo, split_words
 
 WORKER_FLAGS = {"workers", "num_workers", "n_workers", "nworkers", "num_worker", "data_workers"}
 
@@ -206,3 +206,77 @@ def _workers_flag_ignored(info: ScriptInfo) -> Iterator[Hit]:
                 "at any N, the option has no effect",
                 f"num_workers=args.{flag}",
             )
+
+
+@rule("INS308", Severity.WARNING, "Every rank trains on all of the training data.")
+def _training_data_not_divided(info: ScriptInfo) -> Iterator[Hit]:
+    """DistributedDataParallel averages gradients, and divides no data. Without a
+    DistributedSampler each of the N processes goes through the whole data set: an epoch takes as
+    many steps as with one process. With one seed all ranks compute the same gradient, and N - 1
+    of them for nothing; with different seeds an epoch is N epochs.
+
+    ## Bad
+    ```python
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    train_set = TensorDataset(inputs, labels)
+    model = DistributedDataParallel(net)
+    for x, y in DataLoader(train_set, batch_size=64, shuffle=True):
+        loss_function(model(x), y).backward()
+    ```
+
+    ## Good
+    ```python
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    train_set = TensorDataset(inputs, labels)
+    model = DistributedDataParallel(net)
+    for x, y in DataLoader(train_set, batch_size=64, sampler=DistributedSampler(train_set)):
+        loss_function(model(x), y).backward()
+    ```
+    """
+    for loop in info.training_loops:
+        calls = [c for c in info.script.all(ast.Call) if info.script.is_inside(c, loop)]
+        loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
+        if loader is None or not any(info.ddp_call_of(call.func) for call in calls):
+            continue
+        dataset = keyword(loader, "dataset", 0)
+        if dataset is None or _chooses_samples(loader) or info.has_shard_call(loader):
+            continue
+        if info.processes.runs_on_ranks(loop) and _is_the_same_on_all_ranks(info, dataset):
+            name = info.script.source(dataset)
+            yield Hit(
+                loader,
+                "this loader has no DistributedSampler, and trains a DistributedDataParallel model",
+                "with N processes each sample of an epoch is trained on N times",
+                f"DataLoader({name}, sampler=DistributedSampler({name}), ...)  # without shuffle",
+            )
+
+
+def _chooses_samples(loader: ast.Call) -> bool:
+    """Whether a loader is given anything that may choose its samples."""
+    given = [keyword(loader, "sampler", 3), keyword(loader, "batch_sampler", 4)]
+    unknown = [k for k in loader.keywords if k.arg is None]
+    return any(given) or bool(unknown) or any(isinstance(a, ast.Starred) for a in loader.args)
+
+
+def _is_the_same_on_all_ranks(info: ScriptInfo, dataset: ast.expr) -> bool:
+    """Whether it can be seen that a data set has all samples on every rank."""
+    origins = info.origins.of(dataset)
+    return bool(origins) and all(_has_all_samples(info, origin) for origin in origins)
+
+
+def _has_all_samples(info: ScriptInfo, made: ast.expr) -> bool:
+    if not isinstance(made, ast.Call) or info.ranks.depends_on_rank(made):
+        return False
+    full, word = info.script.full_name(made), info.script.call_name(made)
+    if full:
+        return full.startswith(("torchvision.datasets.", "torch.utils.data.TensorDataset"))
+    return any(
+        {info.script.full_name(base) for base in own.bases} == {"torch.utils.data.Dataset"}
+        and not {"rank", "world", "shard"} & split_words(info.script.source(own))
+        for own in info.script.all(ast.ClassDef)
+        if own.name == word
+    )

@@ -145,7 +145,7 @@ def _evaluation_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
         if not info.is_for_evaluation(loader) or not info.processes.runs_on_ranks(loader):
             continue
         given = [keyword(loader, "sampler", 3), keyword(loader, "batch_sampler", 4)]
-        if any(given) or info.guards.effective_guard(loader) or _is_divided_elsewhere(info, loader):
+        if any(given) or info.guards.effective_guard(loader) or info.has_shard_call(loader):
             continue
         if _is_iterated_on_every_rank(info, loader):
             yield Hit(
@@ -155,15 +155,6 @@ def _evaluation_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
                 f"{info.target_names(loader) or 'loader'} = "
                 f"instep.shard({info.script.source(loader)})",
             )
-
-
-def _is_divided_elsewhere(info: ScriptInfo, loader: ast.Call) -> bool:
-    """`shard(DataLoader(…))`, `prepare(loader)`: somebody else divides it."""
-    names = set(info.target_names(loader).split())
-    return any(
-        info.script.is_inside(loader, call) or names & {info.script.source(a) for a in call.args}
-        for call in info.script.calls_named("shard", "prepare", "prepare_data_loader", "setup")
-    )
 
 
 def _is_iterated_on_every_rank(info: ScriptInfo, loader: ast.Call) -> bool:

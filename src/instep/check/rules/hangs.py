@@ -12,8 +12,13 @@ from instep.check.script_info import ScriptInfo
 
 SHARDING = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "MegatronLMPlugin"}
 """With one of these `accelerator.save_state` needs every rank; with plain DDP it does not."""
+_GATHERING_STATES = {
+    f"torch.distributed.checkpoint.state_dict.get_{name}"
+    for name in ("state_dict", "model_state_dict", "optimizer_state_dict")
+}
 WAITING_SAVES = {
     "save_state", "save_checkpoint", "consolidate_state_dict", "full_optim_state_dict",
+    "state_dict",
 }  # fmt: skip
 
 
@@ -150,7 +155,9 @@ def _waiting_save_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     DeepSpeed's `engine.save_checkpoint`, `optimizer.consolidate_state_dict`,
     `torch.distributed.checkpoint.save`, and `accelerator.save_state` with FSDP, DeepSpeed or
     automatic names. They choose the writing rank by themselves. Under `if rank == 0` they
-    hang from N = 2 on.
+    hang from N = 2 on. So do the `state_dict()` of a model in FullyShardedDataParallel and the
+    functions of `torch.distributed.checkpoint.state_dict`, which gather the parameters: they
+    are called on every rank, and one rank saves what they return.
 
     ## Bad
     ```python
@@ -172,14 +179,18 @@ def _waiting_save_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for call in info.script.all(ast.Call):
-        guards = info.guards.local_guards(call) if _needs_every_rank(info, call) else []
-        if guards:
+        if not _needs_every_rank(info, call):
+            continue
+        guard = info.guards.effective_guard(call, depth=1)
+        if guard is not None:
+            is_state = info.script.call_name(call).endswith("state_dict")
+            rest = ", before one rank saves it" if is_state else "; it chooses who writes"
             yield Hit(
                 call,
                 f"{info.script.source(call.func)} waits for every rank, but is called only "
-                f"where {guards[0].condition}",
+                f"where {guard.condition}",
                 "from N = 2 on, it never returns",
-                f"{info.script.source(call)}  # on every rank; it chooses who writes",
+                f"{info.script.source(call)}  # on every rank{rest}",
             )
 
 
@@ -187,8 +198,12 @@ def _needs_every_rank(info: ScriptInfo, call: ast.Call) -> bool:
     full, word = info.script.full_name(call), info.script.call_name(call)
     if full in {"torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"}:
         return True
+    if full in _GATHERING_STATES:
+        return any(n.startswith("torch.distributed.fsdp") for n in info.script.imported_modules)
     if word not in WAITING_SAVES or not isinstance(call.func, ast.Attribute):
         return False
+    if word == "state_dict":
+        return any(_shards_parameters(info, c) for c in info.origins.calls(call.func.value))
     if word == "save_checkpoint":
         engine = info.origins.calls(call.func.value)
         return any(info.script.full_name(c) == "deepspeed.initialize" for c in engine)
@@ -198,6 +213,11 @@ def _needs_every_rank(info: ScriptInfo, call: ast.Call) -> bool:
             bool(sharded) or "automatic_checkpoint_naming" in _keywords(info)
         )
     return True
+
+
+def _shards_parameters(info: ScriptInfo, wrap: ast.Call) -> bool:
+    full = info.script.full_name(wrap)
+    return full.startswith("torch.distributed.fsdp") and full.endswith("FullyShardedDataParallel")
 
 
 def _keywords(info: ScriptInfo) -> set[str | None]:

@@ -139,8 +139,9 @@ def _half_seeded(info: ScriptInfo) -> Iterator[Hit]:
 )
 def _seed_by_rank_before_model(info: ScriptInfo) -> Iterator[Hit]:
     """With `manual_seed(seed + rank)` every rank builds another model. DistributedDataParallel
-    (or `hvd.broadcast_parameters`, or `instep.replicate`) sends rank 0's to all; a script
-    that averages gradients by hand does not, and from N = 2 on it trains N different models.
+    (or `hvd.broadcast_parameters`, or `instep.replicate`) sends rank 0's to all. A script
+    that averages gradients by hand does not, nor does `hvd.DistributedOptimizer` by itself:
+    from N = 2 on they train N different models.
 
     ## Bad
     ```python
@@ -165,17 +166,15 @@ def _seed_by_rank_before_model(info: ScriptInfo) -> Iterator[Hit]:
         dist.all_reduce(p.grad)
     ```
     """
-    equalising = {"broadcast", "broadcast_", "broadcast_parameters", "replicate", "prepare",
-                  "initialize", "fully_shard", "FullyShardedDataParallel", "FSDP"}  # fmt: skip
+    equalising = {"broadcast", "broadcast_", "broadcast_parameters", "broadcast_object",
+                  "TorchState", "replicate", "prepare", "initialize", "fully_shard",
+                  "FullyShardedDataParallel", "FSDP"}  # fmt: skip
     if info.ddp_calls or any(info.script.calls_named(*equalising)):
         return
-    if not any("grad" in info.script.source(a) for c in info.collectives for a in c.args):
+    by_hand = any("grad" in info.script.source(a) for c in info.collectives for a in c.args)
+    if not (by_hand or any(info.script.calls_of("horovod.torch.DistributedOptimizer"))):
         return
-    built = [
-        c
-        for c in info.script.all(ast.Call)
-        if info.script.full_name(c).startswith(("torch.nn.", "torchvision.models."))
-    ]
+    built = [call for call in info.script.all(ast.Call) if _builds_layers(info, call)]
     seeds = list(info.script.calls_of("torch.manual_seed"))
     for seed in seeds:
         later = [
@@ -191,6 +190,18 @@ def _seed_by_rank_before_model(info: ScriptInfo) -> Iterator[Hit]:
                 "from N = 2 on, the ranks train different models",
                 "torch.manual_seed(seed)  # the same everywhere until the model is built",
             )
+
+
+def _builds_layers(info: ScriptInfo, call: ast.Call) -> bool:
+    """Whether a call makes a layer or a model, whose parameters are drawn."""
+    full, word = info.script.full_name(call), info.script.call_name(call)
+    if full.startswith("torch.nn."):
+        return word[0].isupper() and not word.endswith("Loss")
+    return full.startswith("torchvision.models.") or any(
+        made.name == word
+        and any(info.script.full_name(base).startswith("torch.nn.") for base in made.bases)
+        for made in info.script.all(ast.ClassDef)
+    )
 
 
 @rule(
