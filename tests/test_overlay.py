@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 
@@ -617,6 +618,54 @@ def test_a_directory_that_rank_0_removes_while_another_rank_lists_it_is_listed_a
         assert listing("data") == ["1"]
     with bypass_overlay():
         assert not os.path.lexists("data")
+
+
+def test_a_tree_that_rank_0_removes_at_any_moment_is_removed_by_another_rank_and_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, moment = 1, 0
+    while looks > moment:  # until rank 1 is done before rank 0 begins
+        moment += 1
+        folder = tmp_path / str(moment)
+        monkeypatch.chdir(_make_tree(folder))
+        before = Layer(f"{folder}/before")
+        files, rank0 = OverlayFiles(Layer(f"{folder}/rank1"), before), Rank0Files(before)
+        seen = _LetAct(files.find, moment, partial(_make_anew_as_rank_0, rank0))
+        monkeypatch.setattr(files, "find", seen)
+        with seen_through(files):
+            shutil.rmtree("data", ignore_errors=True)
+            os.makedirs("data")
+            assert os.listdir("data") == []
+        looks = seen.looks
+
+
+class _LetAct:
+    """Finds paths, and lets rank 0 act after one of the looks."""
+
+    def __init__(self, find: Callable[[str], str], moment: int, act: Callable[[], None]) -> None:
+        self.find, self.moment, self.act, self.looks = find, moment, act, 0
+
+    def __call__(self, resolved: str) -> str:
+        found, self.looks = self.find(resolved), self.looks + 1
+        if self.looks == self.moment:
+            with bypass_overlay():
+                self.act()
+        return found
+
+
+def _make_tree(folder: Path) -> Path:
+    os.makedirs(folder / "data" / "below")
+    write(str(folder / "data" / "one"), "w", "old")
+    return folder
+
+
+def _make_anew_as_rank_0(rank0: Rank0Files) -> None:
+    for path, remove in (("data/below", os.rmdir), ("data/one", os.unlink), ("data", os.rmdir)):
+        rank0.keep(path, follow=False, never_written_again=remove is os.unlink)
+        remove(path)
+    os.mkdir("data")
+    rank0.keep("data/new")
+    write("data/new", "w", "new")
 
 
 def test_a_file_below_a_link_that_has_gone_is_not_the_one_that_rank_0_has_kept(

@@ -16,6 +16,7 @@ from instep.unedited.files.paths import (
     PathResolver,
     StrOrBytesPath,
     path_error,
+    retry_if_changed,
     script_paths_in_errors,
 )
 
@@ -138,19 +139,14 @@ class OverlayFiles(PathResolver):
         return resolved if os.path.isdir(resolved) and os.path.isdir(location) else location
 
     @bypass_overlay()
+    @retry_if_changed
     def location_to_write(self, path: StrOrBytesPath, flags: int) -> str:
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         resolved = self.resolve_parents(path) if exclusive else self.resolve(path)
         if self.is_private(resolved):
             return resolved
         self.changed = resolved
-        found = self.find(resolved)
-        try:
-            return self._write_location(resolved, found, path, flags)
-        except OSError:
-            if self.find(resolved) == found:
-                raise
-            return self.location_to_write(path, flags)  # rank 0 has just changed what was found
+        return self._write_location(resolved, self.find(resolved), path, flags)
 
     def _write_location(self, resolved: str, found: str, path: StrOrBytesPath, flags: int) -> str:
         if found == MISSING:
@@ -185,6 +181,7 @@ class OverlayFiles(PathResolver):
                 self._rank_layer.release(oldest)
 
     @bypass_overlay()
+    @retry_if_changed
     def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> str:
         resolved = self.resolve_parents(path)
         if self.is_private(resolved):
@@ -194,8 +191,10 @@ class OverlayFiles(PathResolver):
         layer = self._rank_layer
         return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
+    @bypass_overlay()
+    @retry_if_changed
     def unlink(self, path: StrOrBytesPath) -> bool:
-        with script_paths_in_errors(path), bypass_overlay():
+        with script_paths_in_errors(path):
             resolved = self.resolve_parents(path)
             if self.is_private(resolved):
                 return False
@@ -204,8 +203,10 @@ class OverlayFiles(PathResolver):
             self._remove(resolved, path)
             return True
 
+    @bypass_overlay()
+    @retry_if_changed
     def rmdir(self, path: StrOrBytesPath) -> bool:
-        with script_paths_in_errors(path), bypass_overlay():
+        with script_paths_in_errors(path):
             resolved = self.resolve_parents(path)
             if self.is_private(resolved):
                 return False
@@ -307,6 +308,7 @@ class OverlayFiles(PathResolver):
             return True
 
     @bypass_overlay()
+    @retry_if_changed
     def own_location(self, path: StrOrBytesPath, *, follow: bool = True) -> str | None:
         resolved = self.resolve(path) if follow else self.resolve_parents(path)
         found = self._existing(resolved, path)
@@ -314,6 +316,7 @@ class OverlayFiles(PathResolver):
         return found if is_own else None
 
     @bypass_overlay()
+    @retry_if_changed
     def listdir(self, path: StrOrBytesPath) -> list[str] | None:
         resolved = self.resolve(path)
         found = self._existing(resolved, path)

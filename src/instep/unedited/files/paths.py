@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 StrOrBytesPath = str | bytes | os.PathLike[Any]
+PathMethod = Callable[Concatenate[Any, StrOrBytesPath, P], T]
 
 _MAX_LINKS = 40
 _CACHES = (
@@ -231,6 +235,25 @@ class PathResolver(PassthroughFiles):
         if resolved.startswith("/proc/") and not os.path.lexists(target):
             return resolved  # such as /proc/self/ns/pid: the text of the link is no path
         return self._follow(self._resolve_parents(target, depth + 1), depth + 1)
+
+
+def retry_if_changed(method: PathMethod[P, T]) -> PathMethod[P, T]:
+    """A method of a PathResolver that is called again where it fails because rank 0 has just begun
+    to change the path or the directory above. It must fail before it changes anything."""
+
+    @functools.wraps(method)
+    def again(self: Any, path: StrOrBytesPath, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        found: tuple[str, ...] = ()
+        while True:
+            try:
+                return method(self, path, *args, **kwargs)
+            except OSError:
+                before, resolved = found, self.resolve_parents(path)
+                found = self.find(resolved), self.find(os.path.dirname(resolved))
+                if found == before:
+                    raise
+
+    return again
 
 
 class OpenDirectories:
