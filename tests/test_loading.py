@@ -11,7 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections import namedtuple
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import islice, product
 
@@ -536,6 +536,33 @@ def test_what_loading_changes_is_changed_by_every_rank():
             assert sorted(map(int, file.read().split())) == sorted([*range(14)] * epoch)
     line = "instep: data set Tallied: each rank loads all of it: loading a sample changes Tallied."
     assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
+
+
+class Talking(Noisy):
+    """Prints a line about some of its samples, of what they drew."""
+
+    def __init__(self, n, *printed):
+        super().__init__(n)
+        self.printed = printed
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index in self.printed:
+            print(index, f"{sample[1]:.4f}")
+        return sample
+
+
+@ranks(1, 3)
+def test_what_loading_prints_rank_0_prints_as_one_process_does():
+    for printed in (range(14), (9,), (4, 8, 13)):
+        fresh()
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(said := io.StringIO()):
+            found = torch.cat(list(batches(DataLoader(Talking(14, *printed), 5))))
+        if instep.rank == 0:
+            lines = [f"{index} {found[index, 1]:.4f}" for index in printed]
+            assert out.getvalue().splitlines() == lines
+            many = instep.world_size > 1 and len(printed) > 1
+            assert ("loading a sample prints. [INS713]" in said.getvalue()) == many
 
 
 class OtherOnEachRank(Noisy):

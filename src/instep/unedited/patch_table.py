@@ -29,7 +29,7 @@ from instep.unedited.processes.patches import PROCESS_PATCHES
 from instep.unedited.seeds import SEED_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import backward, losses, overrides
-from instep.unedited.std_streams import STREAM_PATCHES
+from instep.unedited.std_streams import STREAM_PATCHES, WARNING_PATCHES
 
 SIGNAL_PATCHES = patches(
     "an interrupt takes effect at the same point of the script on every rank",
@@ -91,6 +91,7 @@ OPTIMIZER_PATCHES: tuple[Patch, ...] = (
 PATCHES: tuple[Patch, ...] = (
     *FILE_PATCHES,
     *STREAM_PATCHES,
+    *WARNING_PATCHES,
     *SIGNAL_PATCHES,
     *PROCESS_PATCHES,
     *OPT_OUT_PATCHES,

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -76,6 +77,16 @@ class Relay:
     def is_replicated(self) -> bool:
         """Whether this is the rank's own process and not rank-local: all ranks do the same."""
         return os.getpid() == self._process and not is_rank_local()
+
+    def is_first(self, name: str, seconds: float) -> bool:
+        """Whether no rank has asked this of this name before. Another rank than 0 lets rank 0 be
+        the first if it asks within these seconds."""
+        key = f"first/{name}"
+        with suppress(RuntimeError):  # rank 0, which keeps the store, may have ended
+            if self._rank != 0 and seconds and self._wait([key], seconds):
+                return False
+            return int(self._store.add(key, 1)) == 1
+        return False
 
     def is_ordered(self) -> bool:
         """Whether all ranks come here in the same order: `is_replicated`, in the main thread."""

@@ -7,15 +7,26 @@ import fcntl
 import io
 import os
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from types import FrameType
 from typing import Any, TypeVar
 
+from instep.distributed.communication.rank_local import is_thread_rank_local
 from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
+from instep.unedited.sharded_call.compare.side_effects import PendingWarning, defer_warning
 
 T = TypeVar("T")
 _os_read = os.read
+_MAX_WARNINGS = 1000
+"""Of more different ones, or of one that is shown more often, rank 0 shows its own."""
+_PATIENCE, _FEW = 0.25, 16
+"""Seconds that a rank other than 0 waits whether rank 0 warns of the same, with the first few."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class StdStreams:
         self._relay = relay
         self._saved: list[int] = []
         self._stdin = sys.stdin
+        self.process = os.getpid()
+        self._warnings: Counter[str] = Counter()
 
     def install(self) -> None:
         """Let rank 0 share what it reads, and silence the other ranks."""
@@ -74,6 +87,20 @@ class StdStreams:
         """Print a line where the job's errors go, on any rank."""
         _flush()
         os.write(self._saved[2] if self._saved else 2, f"{line}\n".encode())
+
+    def show_warning(self, text: str, show_as_usual: Callable[[], None]) -> None:
+        """Show a warning of work that each rank does for its own rows: once, whoever warns."""
+        count = self._warnings[text] + 1
+        is_own = self._rank == 0
+        if max(count, len(self._warnings)) <= _MAX_WARNINGS:
+            self._warnings[text] = count
+            digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+            seconds = _PATIENCE if count == 1 and len(self._warnings) <= _FEW else 0
+            is_own = self._relay.is_first(f"{digest}.{count}", seconds)
+        if is_own and self._rank == 0:
+            show_as_usual()
+        elif is_own:
+            self.print_error_line(text.removesuffix("\n"))
 
     def restore(self) -> None:
         """Restore the streams. What sys.stdin has read ahead is lost."""
@@ -165,10 +192,46 @@ def get_terminal_size(original: Function, fd: int = 1) -> Any:
     return original(fd) if size is None else os.terminal_size(size)
 
 
+def show_warning(
+    original: Function,
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    """For warnings.showwarning: what is about the rows of one rank is shown by that rank."""
+    streams = _current[0] if _current and is_thread_rank_local() and file is None else None
+    show_as_usual = partial(original, message, category, filename, lineno, file, line)
+    if streams is None or streams.process != os.getpid():
+        show_as_usual()
+        return
+    text = warnings.formatwarning(message, category, filename, lineno, line)
+    show = partial(streams.show_warning, text, show_as_usual)
+    warning = PendingWarning(show, _registry_of(filename), (str(message), category, lineno))
+    if not defer_warning(warning):
+        warning.show()
+
+
+def _registry_of(filename: str) -> dict[Any, Any]:
+    """Where Python has noted a warning of this file that is being shown."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != filename:
+        frame = frame.f_back
+    found: dict[Any, Any] = frame.f_globals.get("__warningregistry__", {}) if frame else {}
+    return found
+
+
 STREAM_PATCHES = patches(
     "rank 0 has the standard streams and the terminal of all ranks",
     (builtins, "input", input_),
     (os, "read", read),
     (os, "isatty", isatty),
     (os, "get_terminal_size", get_terminal_size),
+)
+
+WARNING_PATCHES = patches(
+    "a warning may be about the rows of one rank, which is not rank 0",
+    (warnings, "showwarning", show_warning),
 )

@@ -74,6 +74,16 @@ class ExchangedBatch:
         return next((header.rows.effect for header in self.headers if header.rows.effect), "")
 
     @property
+    def prints(self) -> bool:
+        """Whether loading has printed anything on some rank."""
+        return any(header.rows.prints for header in self.headers)
+
+    @property
+    def draws(self) -> bool:
+        """Whether samples draw from the global generators."""
+        return any(header.rows.draws for header in self.headers)
+
+    @property
     def is_consistent(self) -> bool:
         """Whether every sample that two ranks have loaded is the same on both."""
         ranks = [header.rows for header in self.headers]

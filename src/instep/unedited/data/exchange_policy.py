@@ -26,6 +26,8 @@ class ExchangePolicy:
     loads_rest: bool = False
     """Whether each rank also loads the rows that others have loaded, in batches that were requested
     before it was decided that each loads all."""
+    has_printed: bool = False
+    """Whether loading has printed in any batch: many do once, as they open files."""
     _batches: int = 0
     _measured: int = 0
     _forced: bool = False

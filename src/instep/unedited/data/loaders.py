@@ -241,11 +241,11 @@ class WholeBatchIterator:
         self._update_policy(batch, plan)
         if batch.cannot_pack:
             return self._dataset.__getitems__(plan.whole_request())
-        if self._policy.loads_rest:
+        if self._policy.loads_rest or batch.prints:
             # With workers the script does not see what a sample changes of the data set itself.
             dataset = self._loader.dataset
             copied = copy.copy(dataset) if self._loader.num_workers else dataset
-            RowDataset(copied, self._loader.collate_fn).load_rest(plan)
+            RowDataset(copied, self._loader.collate_fn).load_rest(plan, draws=batch.draws)
         if batch.samples is not None:
             return LoadedSamples(batch.samples)
         return self._pin(batch.collated)
@@ -270,11 +270,13 @@ class WholeBatchIterator:
                 "its own. Every rank gets the same batches, but not those of one process; with "
                 "--load whole every rank loads everything.",
             )
-        elif any(header.rows.draws for header in batch.headers):
+        elif batch.draws:
             _mention_draws(self._loader.dataset)
-        if batch.is_consistent and batch.effect and not self._policy.loads_rest:
+        effect = batch.effect or ("prints" if batch.prints and self._policy.has_printed else "")
+        self._policy.has_printed |= batch.prints
+        if batch.is_consistent and effect and not self._policy.loads_rest:
             self._policy.force(exchange=False, loads_rest=True)
-            _warn(self._loader, f"each rank loads all of it: loading a sample {batch.effect}.")
+            _warn(self._loader, f"each rank loads all of it: loading a sample {effect}.")
         if batch.cannot_pack:
             self._policy.force(exchange=False)
             reason = f"a sample cannot be sent, {batch.cannot_pack}"

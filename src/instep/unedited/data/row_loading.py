@@ -26,7 +26,7 @@ from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
-from instep.unedited.data.side_effects import LoadingEffects
+from instep.unedited.data.side_effects import LoadingEffects, buffered_prints
 
 # ------------------------------------------------------------------------------- requests
 
@@ -154,6 +154,8 @@ class LoadedRows:
     """Whether any sample so far has drawn from the global generators."""
     effect: str = ""
     """What loading changes beside the samples, as a predicate."""
+    prints: bool = False
+    """Whether loading has printed anything, which only rank 0 shows."""
 
 
 class RowDataset(Dataset[Any]):
@@ -174,10 +176,10 @@ class RowDataset(Dataset[Any]):
             return LoadedSamples(samples)
         return self.collate(samples, request)
 
-    def load_rest(self, plan: LoadPlan) -> None:
+    def load_rest(self, plan: LoadPlan, *, draws: bool) -> None:
         """Load the rows of a batch that `plan.request()` leaves to other ranks, for what loading
-        them changes here."""
-        own = plan.request()
+        them changes and prints here; `draws`: whether they draw random numbers."""
+        own, self._draws = plan.request(), draws
         loaded = {*range(own.first, own.first + len(own.indices))}
         loaded |= set() if own.check is None else {own.check[0]}
         for number, index in enumerate(plan.indices, plan.first):
@@ -208,15 +210,17 @@ class RowDataset(Dataset[Any]):
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
             before = RNGStates.capture()
-            try:
-                samples += map(self._sample, some)
-            except Exception:  # of the script's data set, tried again with its own random numbers
-                if before.equals(RNGStates.capture()):
-                    raise
-            self._draws = not before.equals(RNGStates.capture())
-            if self._draws:
-                before.restore()
-                return None
+            with buffered_prints() as release:
+                try:
+                    samples += map(self._sample, some)
+                except Exception:  # of the script's data set
+                    if before.equals(RNGStates.capture()):
+                        raise
+                self._draws = not before.equals(RNGStates.capture())
+                if self._draws:  # tried again with its own random numbers
+                    before.restore()
+                    return None
+                release()
         return samples
 
     def _seeded_sample(self, seed: int, number: int, index: Any) -> Any:
@@ -233,7 +237,8 @@ class RowDataset(Dataset[Any]):
     def _load_rows(self, request: RowRequest) -> LoadedRows:
         effects = LoadingEffects(self.dataset)
         start = perf_counter()
-        samples = self._load(request)
+        with effects.watching_prints():
+            samples = self._load(request)
         seconds = perf_counter() - start
         schema = common_schema(samples) if self._collate is default_collate else None
         fields: dict[str, Any]
@@ -246,7 +251,7 @@ class RowDataset(Dataset[Any]):
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
         fields |= {"draws": bool(self._draws), "effect": effects.describe()}
-        return LoadedRows(len(samples), seconds, **fields)
+        return LoadedRows(len(samples), seconds, prints=effects.prints, **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
         with _restoring_generators():

@@ -1,4 +1,5 @@
-"""What loading samples changes beside their values: files, and numbers that the data set keeps.
+"""What loading samples changes beside their values: files, numbers that the data set keeps, and
+what is printed.
 
 A rank that has not loaded a sample lacks what loading it would have changed.
 """
@@ -7,12 +8,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from torch.utils.data import Subset, get_worker_info
 
+from instep.process.patching import Function
 from instep.unedited.files.os_functions import current_files
+from instep.unedited.sharded_call.compare.side_effects import replaced_in_streams, watched_writes
 
 _PLAIN = (bool, int, float, str)
 
@@ -27,6 +32,8 @@ class LoadingEffects:
         self._files = current_files()
         self._files.changed = ""
         self._before = self._state()
+        self.prints = False
+        """Whether anything was printed in `watching_prints`."""
 
     def describe(self) -> str:
         """A predicate about loading samples; empty if nothing was changed."""
@@ -37,6 +44,18 @@ class LoadingEffects:
             if type(before) is type(value) and before != value:
                 return f"changes {type(self._dataset).__name__}.{name}"
         return ""
+
+    @contextmanager
+    def watching_prints(self) -> Iterator[None]:
+        """Inside, see whether this thread prints anything. A warning is no print: one is shown."""
+        thread = get_ident()
+
+        def note(write: Function, text: Any, is_warning: bool) -> bool:
+            self.prints |= not is_warning and get_ident() == thread
+            return False
+
+        with watched_writes(note):
+            yield
 
     def _state(self) -> Mapping[str, Any]:
         """Numbers and texts of the data set, and how far its files are written. In a worker none:
@@ -50,6 +69,40 @@ class LoadingEffects:
             elif isinstance(value, io.TextIOWrapper | io.BufferedWriter):
                 state[name] = _position(value)
         return state
+
+
+@contextmanager
+def buffered_prints() -> Iterator[Callable[[], None]]:
+    """Inside, what this thread prints is held back, until the function that is given is called, a
+    stream is flushed (by a debugger that asks for a command, say) or an exception is raised."""
+    held: list[tuple[Function, Any]] = []
+    thread = get_ident()
+
+    def hold(write: Function, text: Any, is_warning: bool) -> bool:
+        is_held = not is_warning and get_ident() == thread
+        if is_held:
+            held.append((write, text))
+        return is_held
+
+    def release() -> None:
+        texts = held[:]
+        held.clear()
+        for write, text in texts:
+            write(text)
+
+    def flushing(flush: Function) -> Function:
+        def flush_all() -> None:
+            release()
+            flush()
+
+        return flush_all
+
+    with watched_writes(hold), replaced_in_streams("flush", flushing):
+        try:
+            yield release
+        except BaseException:
+            release()
+            raise
 
 
 def _position(file: io.TextIOWrapper | io.BufferedWriter) -> int | None:

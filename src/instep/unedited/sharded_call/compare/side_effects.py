@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from instep.process.patching import Function
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
@@ -23,6 +25,16 @@ _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull
 """Parts of the paths of files that processes share by design."""
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
+
+
+@dataclass(frozen=True)
+class PendingWarning:
+    """A warning that is not shown yet."""
+
+    show: Callable[[], None]
+    registry: dict[Any, Any]
+    """Where Python notes which warnings of a module were shown, by their keys."""
+    key: Any
 
 
 class SideEffects:
@@ -34,6 +46,8 @@ class SideEffects:
         self._is_file_error = is_file_error
         self.first: WholeReason | None = None
         """What it did first, which rules out sharding."""
+        self.warnings: list[PendingWarning] = []
+        """What a silent one has warned of: shown if it counts, forgotten if it is made anew."""
         self._thread = threading.current_thread()
 
     def note(self, effect: WholeReason) -> bool:
@@ -42,6 +56,21 @@ class SideEffects:
             return False
         self.first = self.first or effect
         return self.is_silent
+
+    def drops(self, write: Function, text: Any, is_warning: bool) -> bool:
+        """Whether a text that is printed is dropped; it is noted unless it is a warning: one of
+        each is shown, and as well in a call that is computed twice."""
+        return self.is_silent if is_warning else self.note(PRINTS)
+
+    def show_warnings(self) -> None:
+        """Show what was held back."""
+        for warning in self.warnings:
+            warning.show()
+
+    def reset_warnings(self) -> None:
+        """Let Python show the same warnings again."""
+        for warning in self.warnings:
+            warning.registry.pop(warning.key, None)
 
     def note_file(self, path: str) -> None:
         """Note that a file is about to be written. Raises ShardedCallError if it must not be."""
@@ -54,6 +83,14 @@ class SideEffects:
 _current: SideEffects | None = None
 
 
+def defer_warning(warning: PendingWarning) -> bool:
+    """Hold a warning of a silent forward back; returns whether this is one."""
+    if _current is None or not _current.is_silent:
+        return False
+    _current.warnings.append(warning)
+    return True
+
+
 @contextmanager
 def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterator[SideEffects]:
     """Inside, side effects are noted; with `is_silent` what is printed is dropped, and with
@@ -62,9 +99,7 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
     with ExitStack() as stack:
-        streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-        for stream in {id(s): s for s in streams if s is not None}.values():
-            stack.enter_context(_observed_stream(stream, effects))
+        stack.enter_context(watched_writes(effects.drops))
         for name in ("register_hook", "retain_grad"):
             stack.enter_context(_observed_method(name, effects))
         before, _current = _current, effects
@@ -75,27 +110,40 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
 
 
 @contextmanager
-def _observed_stream(stream: Any, effects: SideEffects) -> Iterator[None]:
-    table, write = getattr(stream, "__dict__", None), getattr(stream, "write", None)
-    if table is None or write is None:
+def watched_writes(drops: Callable[[Function, Any, bool], bool]) -> Iterator[None]:
+    """Inside, a standard stream calls `drops(write, text, is_warning)` before it writes a text, and
+    drops the text if that is so.
+
+    `write`: the stream's method; `is_warning`: whether the text comes from the module warnings.
+    """
+
+    def asking(write: Function) -> Function:
+        def ask(text: Any) -> Any:
+            is_warning = sys._getframe(1).f_globals.get("__name__") == "warnings"
+            return len(text) if drops(write, text, is_warning) else write(text)
+
+        return ask
+
+    with replaced_in_streams("write", asking):
         yield
-        return
 
-    def noting(text: Any) -> Any:
-        is_warning = sys._getframe(1).f_globals.get("__name__") == "warnings"
-        if is_warning:  # one of each is shown, and as well in a call that is computed twice
-            return len(text) if effects.is_silent else write(text)
-        return len(text) if effects.note(PRINTS) else write(text)
 
-    before = table.get("write")
-    stream.write = noting
+@contextmanager
+def replaced_in_streams(name: str, make: Callable[[Function], Function]) -> Iterator[None]:
+    """Inside, `make(method)` stands in for the method of this name of the standard streams."""
+    given = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    streams = {id(s): s for s in given if hasattr(s, name) and hasattr(s, "__dict__")}.values()
+    before = [vars(stream).get(name) for stream in streams]
+    for stream in streams:
+        setattr(stream, name, make(getattr(stream, name)))
     try:
         yield
     finally:
-        if before is None:
-            del stream.write
-        else:
-            stream.write = before
+        for stream, method in zip(streams, before, strict=True):
+            if method is None:
+                delattr(stream, name)
+            else:
+                setattr(stream, name, method)
 
 
 @contextmanager

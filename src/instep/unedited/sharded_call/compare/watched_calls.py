@@ -49,10 +49,12 @@ def run_watched(
         planned, output = found
         is_new = effects.first or trace.is_new or _has_first_values(planned, output)
         if not on_any_rank(bool(is_new), group.transport):
+            effects.show_warnings()
             return planned, output, None, False
         plan = planned
     elif on_any_rank(versions(call.leaves) != seen, group.transport):
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
+    effects.reset_warnings()
     before.restore()
     dicts.restore()
     return *compare_traced(call, plan, flow, group, gradients=True), True
