@@ -1,4 +1,5 @@
-"""Errors in a divided forward that the script catches: it goes on where all ranks have them."""
+"""Errors and warnings of divided calls: a script that catches an error goes on where all ranks
+have it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,17 @@ from launching import Launch
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-    import torch
+    import torch, warnings
     from torch import nn
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("not a number")
 
     class Checked(nn.Linear):
         def forward(self, x):
@@ -29,13 +39,13 @@ SCRIPT = """
         for step in range({steps}):
             x = torch.randn(6, 4)
             if step in {bad}:
-                x[rows] = torch.nan
+                x[{index}] = torch.nan
             optimizer.zero_grad()
             try:
                 loss = model(x).square().mean()
+                loss.backward()
             except ValueError:
                 continue
-            loss.backward()
             optimizer.step()
         print(f"{{model.weight.abs().sum():.5f}}")
 """
@@ -51,9 +61,12 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     launch.close()
 
 
+DEFAULTS = {"then": RAISES, "rows": "(-1,)", "index": "rows"}
+
+
 def write(launch: Launch, **parts: str) -> Path:
     script = launch.folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(**({"then": RAISES} | parts))))
+    script.write_text(textwrap.dedent(SCRIPT.format(**(DEFAULTS | parts))))
     return script
 
 
@@ -68,7 +81,7 @@ def test_an_error_skips_the_same_batches_as_in_one_process(launch: Launch) -> No
 
 def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
     """In a call that is not watched."""
-    script = write(launch, steps="80", bad="(70,)", rows="(-1,)")
+    script = write(launch, steps="80", bad="(70,)")
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     line = 1 + script.read_text().splitlines().index("            loss = model(x).square().mean()")
@@ -77,8 +90,32 @@ def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> 
     assert ended.stdout == ""
 
 
+def test_a_late_error_of_a_backward_skips_a_batch_or_ends_the_job_with_its_name(
+    launch: Launch,
+) -> None:
+    refuses = "return Refusing.apply(super().forward(x))"
+    script = write(launch, steps="75", bad="(70,)", rows="(slice(None),)", then=refuses)
+    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    assert (one.stdout, two.stderr) == (two.stdout, ""), two.stderr
+    assert one.stdout
+    script = write(launch, steps="75", bad="(70,)", then=refuses)
+    ended = launch.run("-n", 2, script)
+    assert ended.returncode == 1
+    assert "(ValueError in backward()) at " in ended.stderr, ended.stderr
+
+
+def test_a_warning_about_rows_is_shown_whichever_rank_has_them(launch: Launch) -> None:
+    """In a call that is made anew, and in one that is not watched."""
+    warns = "warnings.warn(f'step {step}'); x = x.nan_to_num()"
+    script = write(launch, steps="75", bad="(10, 70)", index="-(step // 70)", then=warns)
+    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    assert (one.returncode, two.stdout) == (0, one.stdout)
+    assert one.stderr.count("UserWarning: step ") == 2
+    assert two.stderr.replace("[1] ", "") == one.stderr
+
+
 def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
-    script = write(launch, steps="80", bad="(70,)", rows="(-1,)", then="x = x[:2]")
+    script = write(launch, steps="80", bad="(70,)", then="x = x[:2]")
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     assert "This was in a divided call of Checked." in ended.stderr

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
+from instep.errors import CollectiveError
 from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id, tree_map_only
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
 from instep.training.pytree import find_tensors
+from instep.unedited.sharded_call.run.execution import wait_for_same_error
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
@@ -72,8 +74,14 @@ def backward(
     transport = get_transport()
     finite = FiniteCheck(roots, calls[0].block, transport.rank)
     sums = reduce_in_buckets(roots, calls, overlap_group(transport), finite)
-    with phase("backward"), whole_part, sums:
-        original(tensors, *rest)
+    try:
+        with phase("backward"), whole_part, sums:
+            original(tensors, *rest)
+    except CollectiveError:  # the others have one, too
+        raise
+    except Exception as error:
+        wait_for_same_error(error, "backward()", transport)
+        raise
     end_backward(start)
     # Not in the time of the backward, by which calls are tuned.
     finite.end(_compare_between_ranks(calls, transport))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import CollectiveError
@@ -81,7 +82,7 @@ def _run_sharded(
     except (CollectiveError, MismatchError):  # the others have one, too
         raise
     except Exception as error:
-        _wait_for_same_error(error, name, group)
+        wait_for_same_error(error, f"forward of {name}", group.transport)
         raise
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if before != _buffer_versions(call.parts):
@@ -111,18 +112,18 @@ def _run_sharded(
     return plan, write_back(unflatten(joined, structure), call)
 
 
-def _wait_for_same_error(error: Exception, name: str, group: ShardGroup) -> None:
+def wait_for_same_error(error: Exception, where: str, transport: Transport) -> None:
     """Let the other ranks, where they come to another collective, report that they disagree.
 
     A script that goes on after an error of one rank's rows alone would join the sums of this rank
-    with those of other steps. Collective.
+    with those of other steps: the error is named in what such a rank is said to do. Collective.
     """
-    recorder.detail = f"{type(error).__name__} in forward of {name}"
+    recorder.detail = f"{type(error).__name__} in {where}"
     try:
-        group.transport.barrier()
+        transport.barrier()
     except Exception as disagreement:  # of torch's, too, where a peer has gone
-        error.add_note(f"Not all ranks have this error in the forward of {name}: {disagreement}")
-    finally:
+        error.add_note(f"Not all ranks have this error in {where}: {disagreement}")
+    else:
         recorder.detail = ""
 
 
