@@ -7,6 +7,7 @@ import argparse
 import enum
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,67 @@ def test_what_the_script_changes_is_seen_at_the_next_call(name) -> None:
             model(x)
         assert (modules.call_counts.sharded, log.getvalue()) == (5, "")
         CHANGES[name](model)
+        found = model(x)
+    assert torch.allclose(found, model(x), atol=1e-6)
+
+
+MODE: ContextVar[int] = ContextVar("mode", default=0)
+STEPS = (leave, couple)
+
+
+class Slotted:
+    __slots__ = ("kind",)
+
+    def __init__(self) -> None:
+        self.kind = 0
+
+
+class Picking(nn.Module):
+    """Looks up what it does with its rows: no branch shows that it does something else."""
+
+    def __init__(self, pick: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.layer, self.pick = nn.Linear(4, 3), pick
+        self.slotted, self.chosen, self.kinds = Slotted(), {0}, (0, 1)
+        self.register_buffer("counter", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return STEPS[self.pick(self)](self.layer(x))
+
+
+def pick_by_function(model: Picking) -> int:
+    return int(pick_by_function.kind)  # type: ignore[attr-defined]
+
+
+PICKS: dict[str, tuple[Callable[[Any], int], Callable[[Any], object]]] = {
+    "a context variable": (lambda m: MODE.get(), lambda m: MODE.set(1)),
+    "an attribute of a function": (
+        pick_by_function,
+        lambda m: setattr(pick_by_function, "kind", 1),
+    ),
+    "a slot": (lambda m: m.slotted.kind, lambda m: setattr(m.slotted, "kind", 1)),
+    "an entry of a set": (
+        lambda m: 1 in m.chosen,
+        lambda m: m.chosen.symmetric_difference_update({0, 1}),
+    ),
+    "another tuple": (lambda m: m.kinds[0], lambda m: setattr(m, "kinds", (1, 0))),
+    "a tensor that counts": (lambda m: int(m.counter), lambda m: m.counter.add_(1)),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", PICKS)
+def test_what_a_forward_looks_up_is_seen_at_the_next_call(name) -> None:
+    pick, change = PICKS[name]
+    MODE.set(0)
+    pick_by_function.kind = 0  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model, x = Picking(pick), torch.randn(ROWS, 4)
+    with sharding() as log:
+        for _ in range(70):  # the first 64 are traced where a forward reads tensors
+            model(x)
+        assert (modules.call_counts.sharded, log.getvalue()) == (70, "")
+        change(model)
         found = model(x)
     assert torch.allclose(found, model(x), atol=1e-6)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, cast
@@ -42,6 +43,7 @@ WATCHED_CALLS = 256
 MAX_IDLE = 16
 """A module is forgotten after so many looks at others: what is known of it may lead back to it."""
 
+_SEQUENCES = (list, tuple, deque, set, frozenset)
 _ABSENT = object()
 _OTHER_OBJECT = object()
 """In place of the value: another object than before, or more or fewer of them."""
@@ -63,19 +65,25 @@ class _Table:
 
     def __init__(self, path: str, where: Any, names: list[str], length: bool) -> None:
         self.key, self.where, self.names = (path, 0), where, tuple(names)
-        getter = attrgetter if isinstance(where, types.CellType) else itemgetter
+        is_mapping = isinstance(where, dict | types.MappingProxyType)
+        getter = itemgetter if is_mapping else attrgetter
         self.get: Callable[[Any], tuple[Any, ...]] = getter(*names, names[0])
+        if isinstance(where, ContextVar):
+            self.get = _value_of
         self.length = len(where) if length else -1
         self.values = self.get(where)
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was."""
-        where = self.where
-        return self.get(where) != self.values or self.length not in (-1, len(where))
+        return self.get(self.where) != self.values or self.is_resized()
+
+    def is_resized(self) -> bool:
+        """Whether there are more or fewer values."""
+        return self.length >= 0 and self.length != len(self.where)
 
 
 class _Items:
-    """Which objects a list has, or how many if they are many or no list."""
+    """Which objects a list has, or a set of plain values; of others, or of many, how many."""
 
     __slots__ = ("items", "key", "length", "where")
 
@@ -85,14 +93,39 @@ class _Items:
 
     def update(self) -> None:
         self.length = len(self.where)
-        is_short = self.length <= MAX_ITEMS and isinstance(self.where, list | deque)
-        self.items = tuple(self.where) if is_short else ()
+        self.items: tuple[Any, ...] | frozenset[Any] = ()
+        if self.length <= MAX_ITEMS and isinstance(self.where, list | deque):
+            self.items = tuple(self.where)
+        elif isinstance(self.where, set) and _is_sequence(self.where):
+            self.items = frozenset(self.where)
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was."""
         if len(self.where) != self.length:
             return True
+        if isinstance(self.items, frozenset):
+            return bool(self.where != self.items)
         return any(now is not item for now, item in zip(self.where, self.items, strict=False))
+
+
+class _Counters:
+    """The whole numbers and truth values in tensors of no dimension, which a forward may read."""
+
+    __slots__ = ("tensors", "versions")
+
+    def __init__(self, values: Iterable[Tensor | None]) -> None:
+        self.tensors = [x for x in values if x is not None and _is_counter(x)]
+        self.versions = [x._version for x in self.tensors]
+
+    def find_changes(self) -> dict[Key, Any]:
+        """Those that were written to since this was last asked."""
+        versions = [x._version for x in self.tensors]
+        if versions == self.versions:
+            return {}
+        pairs = enumerate(zip(versions, self.versions, strict=True))
+        changed = [k for k, (now, before) in pairs if now != before]
+        self.versions = versions
+        return {("tensor", k, "version"): _OTHER_OBJECT for k in changed}
 
 
 class AttributeChanges:
@@ -102,6 +135,7 @@ class AttributeChanges:
         self._module = ref(module)  # `_known` must not keep it
         self._tables: list[_Table] = []
         self._items: list[_Items] = []
+        self._counters = _Counters(())
         self._part_tables: list[Iterable[nn.Module | None]] = []
         self._parts: tuple[nn.Module | None, ...] = ()
         self._known: dict[Key, Any] = {}
@@ -155,7 +189,7 @@ class AttributeChanges:
         return bool(self._find_changes(by_script=False))
 
     def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
-        found: dict[Key, Any] = {}
+        found = self._counters.find_changes()
         if self._parts != tuple(chain.from_iterable(self._part_tables)):
             found[_PARTS] = _OTHER_OBJECT
         for items in self._items:
@@ -164,7 +198,7 @@ class AttributeChanges:
                 found[*items.key, "items"] = _OTHER_OBJECT
         try:
             changed = [table for table in self._tables if table.has_changed()]
-            resized = [table for table in changed if table.length not in (-1, len(table.where))]
+            resized = [table for table in changed if table.is_resized()]
         except Exception:  # one is gone, or the script's value cannot be compared, as a tensor
             return found | self._look_anew()
         if resized or _PARTS in found:
@@ -173,7 +207,8 @@ class AttributeChanges:
         for table in changed:
             now = table.get(table.where)
             for name, old, new in zip(table.names, table.values, now, strict=False):
-                if old is new or (isinstance(new, np.generic) and old == new):
+                is_value = isinstance(new, np.generic) or _is_sequence(new)
+                if old is new or (is_value and old == new):
                     continue
                 if isinstance(new, PLAIN) and isinstance(old, PLAIN):
                     if old != new:
@@ -203,6 +238,9 @@ class AttributeChanges:
             and node.path.rpartition(".")[2] not in HOOK_TABLES
         ][:MAX_TABLES]
         self._items += [_Items(cls.__name__, vars(cls)) for cls in classes]
+        named = chain.from_iterable(module._buffers.items() for module in modules.values())
+        buffers = (x for name, x in named if name != "num_batches_tracked")
+        self._counters = _Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
         self._part_tables = [module._modules.values() for module in modules.values()]
         self._parts = tuple(chain.from_iterable(self._part_tables))
         count: Counter[str] = Counter()
@@ -245,17 +283,25 @@ def _table_of(node: GraphNode) -> _Table | None:
     value = node.value
     if isinstance(value, types.CellType):
         return _Table(node.path, value, ["cell_contents"], False) if node.contents else None
+    if isinstance(value, ContextVar):
+        return _Table(node.path, value, ["value"], False)
     if not isinstance(node.contents, dict):
         return None
     is_dict = isinstance(value, dict)
     where = value if is_dict else getattr(value, "__dict__", {})
+    has_slots = is_of_script(type(value)) and any(name not in where for name in node.contents)
+    is_of_torch = type(value).__module__.startswith("torch.")
     names = [
         name
         for name, each in node.contents.items()
-        if name in where and name not in HOOK_TABLES and _is_looked_at(each)
+        if (name in where or has_slots)
+        and name not in HOOK_TABLES
+        and (_is_looked_at(each) or (_is_sequence(each) and not is_of_torch))
     ]
     if not names or (is_dict and not node.names and len(value) > MAX_NAMES):
         return None
+    if has_slots:
+        return _Table(node.path, value, names, False)
     return _Table(node.path, where, names, not isinstance(value, type))
 
 
@@ -270,11 +316,30 @@ def _table_of_class(cls: type) -> _Table | None:
 
 
 def _is_looked_at(value: Any) -> bool:
-    """Whether this is compared: not tensors and arrays, which are data."""
+    """Whether this is compared: not tensors and arrays, which are data, but for counters."""
+    if isinstance(value, Tensor):
+        return _is_counter(value)
     if isinstance(value, (*PLAIN, dict, np.generic, types.FunctionType, types.BuiltinFunctionType)):
         return True
-    is_other = isinstance(value, (Tensor, nn.Module, type, types.ModuleType))
+    is_other = isinstance(value, (nn.Module, type, types.ModuleType))
     return not is_other and hasattr(value, "__dict__")
+
+
+def _is_counter(tensor: Tensor) -> bool:
+    """Whether this is a whole number or a truth value."""
+    if type(tensor) is not Tensor or tensor.dim() or tensor.is_inference():
+        return False
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether this is a short list, tuple or set of plain values."""
+    is_short = isinstance(value, _SEQUENCES) and len(value) <= MAX_ITEMS
+    return is_short and all(isinstance(item, PLAIN) for item in value)
+
+
+def _value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
+    return variable.get(None), None
 
 
 _known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()

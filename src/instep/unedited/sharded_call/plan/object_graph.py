@@ -14,6 +14,7 @@ import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -70,6 +71,8 @@ class GraphNode:
             return value.copy()
         if isinstance(value, types.CellType):
             return [] if is_empty_cell(value) else [value.cell_contents]
+        if isinstance(value, ContextVar):
+            return [value.get(None)]
         if isinstance(value, type):
             return {k: v for k, v in vars(value).items() if not k.startswith("__")}
         return attributes_of(value) if _state_of(value) is None else _state_of(value)
@@ -101,6 +104,8 @@ class GraphNode:
             value[...] = kept
         elif isinstance(value, types.CellType):
             _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
+        elif isinstance(value, ContextVar):
+            value.set(kept[0])
         elif is_generator(value):
             _set_state(value, kept)
 
@@ -272,6 +277,9 @@ class ObjectGraph:
         if id(function) in self._followed or not is_of_script(function):
             return
         self._followed.add(id(function))
+        if vars(function):
+            name = f"{function.__qualname__}."
+            self._look_at_root(id(function), GraphNode(name[:-1], function), name)
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
             if not is_empty_cell(cell) and _is_looked_at(cell.cell_contents):
