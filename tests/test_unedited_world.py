@@ -290,7 +290,7 @@ def test_what_the_ranks_disagree_about_is_told(place: Place) -> None:
         class Rows(Dataset):
             __len__ = lambda self: 16
             __getitem__ = lambda self, k: torch.tensor(k)
-        torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+        torch.default_generator.manual_seed(os.getpid())
         list(DataLoader(Rows(), 4, shuffle=True))
     """)
     done = place.run("n2", *RUN, "2", script)
@@ -390,7 +390,7 @@ def test_a_divided_call_imports_no_symbolic_shapes(place: Place) -> None:
 
 
 UNSEEDED = """
-    import random, sys
+    import os, random, secrets, sys, time, uuid
     import numpy, torch
     from torch.utils.data import DataLoader, Dataset, IterableDataset
     from view import view
@@ -409,13 +409,19 @@ UNSEEDED = """
     if __name__ == "__main__":
         random.seed(), numpy.random.seed(), torch.seed()
         seen = [random.random(), numpy.random.rand(), torch.rand(()).item()]
-        generators = numpy.random.default_rng(), numpy.random.RandomState()
-        seen += [generators[0].random(), generators[1].rand()]
+        generators = numpy.random.default_rng(), numpy.random.RandomState(), random.Random()
+        seen += [generators[0].random(), generators[1].rand(), generators[2].random()]
         for data in (Drawn(), Stream()):
             for workers in (0, 2):
                 seen += [batch.tolist() for batch in DataLoader(data, 8, num_workers=workers)]
-        view(seen)
         print(seen)
+        seen += [os.urandom(4).hex(), str(uuid.uuid4()), secrets.token_hex(4)]
+        random.seed(time.time_ns()), numpy.random.seed(seed=os.getpid())
+        torch.manual_seed(os.getpid())
+        seen += [random.random(), numpy.random.rand(), torch.rand(()).item()]
+        made = random.Random(os.getpid()), numpy.random.default_rng(os.getpid())
+        seen += [each.random() for each in made]
+        view(seen)
 """
 
 

@@ -1,4 +1,5 @@
-"""One seed for the generators of all ranks, and for those that the script does not seed."""
+"""One seed for the generators of all ranks, for those that the script does not seed, and for those
+that it seeds by the clock or by what it asks of the operating system."""
 
 from __future__ import annotations
 
@@ -6,22 +7,46 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import shake_128
 from importlib import import_module
 from multiprocessing import current_process
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
-from instep.process import settings
+from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib, patching, settings
 from instep.process.import_hooks import after_import
 from instep.process.patching import Function, patches
+
+
+class Rank0(Protocol):
+    """Does something on rank 0 for all ranks."""
+
+    def is_ordered(self) -> bool:
+        """Whether all ranks come here in the same order."""
+
+    def run_on_rank0(self, name: str, function: Callable[[], Any]) -> Any:
+        """The value of `function()` on rank 0."""
+
 
 _seed = 0
 _calls: Counter[str] = Counter()
 """How often bits were asked for: while each module was imported, and otherwise."""
+_relay: Rank0 | None = None
+_asked: Counter[str] = Counter()
+_MAX_ASKED = {"a seed": 8, "random bytes": 1000}
+"""How often rank 0 answers for all ranks; a message takes a millisecond."""
+_PASSED_THROUGH = (__file__, patching.__file__, random.__file__)
+
+
+def take_from_rank0(relay: Rank0 | None) -> None:
+    """Let rank 0 answer what the script asks of the operating system; None: each rank asks."""
+    global _relay
+    _relay = relay
+    _asked.clear()
 
 
 def choose_seed() -> int:
@@ -95,7 +120,17 @@ def _importing() -> str:
 
 def seed_random(original: Function, a: Any = None, version: int = 2) -> None:
     """For random.seed."""
-    original(random_bits(original, 256) if a is None else a, version)
+    original(random_bits(original, 256) if a is None else _agreed_seed(a), version)
+
+
+def seed_instance(original: Function, generator: Any, a: Any = None, version: int = 2) -> None:
+    """For random.Random.seed: of the script's own generators. Temporary files have their names from
+    others."""
+    if a is not None:
+        a = _agreed_seed(a)
+    elif _is_called_by_script():
+        a = random_bits(original, 256)
+    original(generator, a, version)
 
 
 def seed_torch(original: Function) -> int:
@@ -105,10 +140,54 @@ def seed_torch(original: Function) -> int:
     return seed
 
 
+def seed_with(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For torch.manual_seed, numpy.random.default_rng and so on, which have one parameter."""
+    return original(*map(_agreed_seed, (*args, *kwargs.values())))
+
+
+def from_rank0(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For os.urandom, uuid.uuid4 and so on: where the script calls them, all ranks get rank 0's."""
+    return _on_rank0("random bytes", partial(original, *args, **kwargs))
+
+
+def _agreed_seed(given: Any) -> Any:
+    """Rank 0's value of a seed that the script gives, for it may have that from the clock."""
+    is_plain = isinstance(given, int | float | str | bytes)
+    return _on_rank0("a seed", lambda: given) if is_plain else given
+
+
+def _on_rank0(name: str, function: Callable[[], Any]) -> Any:
+    """The value of `function()` on rank 0, where the script's own code asks, the first times."""
+    if _relay is None or not (_is_called_by_script() and _relay.is_ordered()):
+        return function()
+    _asked[name] += 1
+    if _asked[name] > _MAX_ASKED[name]:
+        return function()
+    return _relay.run_on_rank0(name, function)
+
+
+def _is_called_by_script() -> bool:
+    """Whether code of the script's own calls the function that is replaced here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _PASSED_THROUGH:
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return not (is_installed(file) or is_stdlib(file) or file.startswith(PACKAGE_FOLDER))
+
+
 SEED_PATCHES = patches(
     "a generator that the script does not seed is the same on all ranks",
     ("numpy.random.bit_generator", "randbits", random_bits),
     (random, "seed", seed_random),
     ("torch", "seed", seed_torch),
     ("torch.random", "seed", seed_torch),
+    (random.Random, "seed", seed_instance),
+) + patches(
+    "a seed that the script takes from the clock or the system is the same on all ranks",
+    ("torch", "manual_seed", seed_with),
+    ("torch.random", "manual_seed", seed_with),
+    ("numpy.random", "seed default_rng", seed_with),
+    (os, "urandom", from_rank0),
+    ("uuid", "uuid1 uuid4", from_rank0),
+    ("secrets", "token_bytes token_hex token_urlsafe randbits randbelow", from_rank0),
 )
