@@ -174,7 +174,7 @@ torch.save(results, "final.pt")
 CHANGED_TENSORS = """
 model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-kept, flag = torch.zeros(2), torch.zeros(3)
+kept, flag, array = torch.zeros(2), torch.zeros(3), np.zeros(2)
 for epoch in range(8):
     if epoch == 1:
         model[0].requires_grad_(False)
@@ -184,14 +184,29 @@ for epoch in range(8):
         inputs = inputs.double()
         kept.data = torch.arange(12.0).view(4, 3)
         part = kept[2:]
+        array.resize(5, refcheck=False)
     loss = nn.functional.cross_entropy(model(inputs), labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     kept += loss.item()
+    array += epoch
     fail_at(epoch)
 flags = [each.requires_grad for each in (*model.parameters(), flag)]
-torch.save([model.state_dict(), kept, part, flags, loss.item()], "final.pt")
+torch.save([model.state_dict(), kept, part, flags, loss.item(), array.tolist()], "final.pt")
+"""
+LATE_BACKWARD = """
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+total = 0
+for step in range(8):
+    total = total + nn.functional.cross_entropy(model(inputs), labels)
+    fail_at(step)
+    if step % 2:
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        total = 0
 """
 LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
 BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").replace(
@@ -296,6 +311,14 @@ def test_tensors_that_the_loop_froze_or_gave_another_shape_or_dtype_stay_so(tmp_
     assert run(killed) == 0
     assert_same_end(killed, alone)
     assert final(alone)[3] == [False, False, True, True, True]
+
+
+def test_a_loss_of_iterations_before_the_checkpoint_is_no_smaller_one_after_it(tmp_path) -> None:
+    folder = place(tmp_path, LATE_BACKWARD)
+    (folder / "ends").touch()
+    assert run(folder) == 75
+    assert run(folder) == 1
+    assert "computed in an iteration before the checkpoint" in (folder / "errors.txt").read_text()
 
 
 @pytest.mark.nightly

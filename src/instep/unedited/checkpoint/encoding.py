@@ -114,9 +114,11 @@ class _Encoding:
         if node.kind is Kind.LOADER:
             return _loader_entry(old.path, node.value)
         if node.kind in (Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR, Kind.SCALER):
+            if node.form != old.form:
+                return self._leaf(node) | {"built": old.form, "form": node.form}
             if node.digest is not None and node.digest == old.digest:
                 return None
-            return self._leaf(node) | ({"built": old.form} if node.form != old.form else {})
+            return self._leaf(node)
         if node.kind in (Kind.TUPLE, Kind.CALLABLE):
             return None
         if node.digest == old.digest and _has_same(node.slots, old.slots):
@@ -133,6 +135,7 @@ class _Encoding:
                 "data": value.detach(),
                 "grad": grad_of(value),
                 "requires_grad": value.requires_grad if value.is_leaf else None,
+                "has_graph": _has_graph(value),
             }
         if node.kind is Kind.ARRAY:
             return {"kind": Kind.ARRAY.value, "data": value}
@@ -194,6 +197,7 @@ class _Encoding:
             "device": value.device,
             "parameter": isinstance(value, nn.Parameter),
             "requires_grad": value.requires_grad and value.is_leaf,
+            "has_graph": _has_graph(value),
             "grad": grad_of(value),
         }
         owner = self._owners.get(_memory(value))
@@ -274,6 +278,11 @@ def _is_same(value: Any, old: Any) -> bool:
 def _memory(tensor: Tensor) -> int:
     """Where the memory of a tensor begins; 0: it has none."""
     return tensor.untyped_storage().data_ptr() if is_comparable(tensor) else 0
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    """Whether gradients go on from it to what it was computed from, which is not saved."""
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def _fills_memory(node: ScriptObject) -> bool:

@@ -228,9 +228,10 @@ def grad_of(tensor: Tensor) -> Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
-def form_of(tensor: Tensor) -> list[Any]:
-    """The shape and the dtype, as plain values."""
-    return [list(tensor.shape), str(tensor.dtype)]
+def form_of(value: Tensor | np.ndarray) -> list[Any]:
+    """The shape, the dtype and the type of the device, as plain values."""
+    device = value.device.type if isinstance(value, Tensor) else "cpu"
+    return [list(value.shape), str(value.dtype), device]
 
 
 def _tensor_digest(tensor: Tensor) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.generator_states import set_state
+from instep.distributed.identity import torch_devices
 from instep.unedited.checkpoint.encoding import NEW, find_named
 from instep.unedited.checkpoint.kinds import Kind, form_of, kind_of
 from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
@@ -64,9 +65,9 @@ class _Restoring:
         value = self._find(path)
         if kind_of(value) != entry["kind"]:
             raise _other(path)
-        if entry["kind"] == Kind.TENSOR:
-            shape, dtype = form_of(value)
-            old_shape, old_dtype = entry.get("built") or form_of(entry["data"])
+        if entry["kind"] in (Kind.TENSOR, Kind.ARRAY):
+            shape, dtype, _ = form_of(value)
+            old_shape, old_dtype, _ = entry.get("built") or form_of(entry["data"])
             if shape != old_shape:
                 raise _other(path, f"has the shape {shape} now, and had {old_shape}")
             if dtype != old_dtype:
@@ -122,6 +123,8 @@ class _Restoring:
             made = torch.as_strided(self._find(entry["owner"]).detach(), size, stride, offset)
         else:
             made = entry["data"].to(entry["device"], copy=True)
+            if entry["has_graph"]:
+                return _without_graph(made)
         if entry["parameter"]:
             return nn.Parameter(made, entry["requires_grad"])
         return made.requires_grad_() if entry["requires_grad"] else made
@@ -136,7 +139,11 @@ class _Restoring:
                         target.data.copy_(entry["data"])
                     grad = entry["grad"]
                     target.grad = None if grad is None else grad.to(target.device, copy=True)
+                if entry["has_graph"] and not target.requires_grad:
+                    target.copy_(_without_graph(target))
             case Kind.ARRAY:
+                if target.shape != entry["data"].shape:
+                    target.resize(entry["data"].shape, refcheck=False)
                 target[...] = entry["data"]
             case Kind.GENERATOR:
                 set_state(target, entry["state"])
@@ -185,7 +192,7 @@ class _Restoring:
 
 
 def _set_form(target: Tensor, entry: Mapping[str, Any]) -> None:
-    """Give a tensor the shape, the dtype and `requires_grad` that it had."""
+    """Give a tensor the shape, the dtype, the device and `requires_grad` that it had."""
     requires_grad = entry.get("requires_grad")  # none: it was no leaf
     if requires_grad is False and target.is_leaf:
         target.requires_grad_(False)
@@ -193,9 +200,37 @@ def _set_form(target: Tensor, entry: Mapping[str, Any]) -> None:
         data = entry["data"]
         alike = target.data if target.shape == data.shape else data
         target.grad = None
-        target.data = torch.empty_like(alike, dtype=data.dtype, device=target.device)
+        kind, device = entry["form"][2], target.device
+        if kind != device.type and kind in ("cpu", torch_devices.accelerator_type()):
+            device = torch_devices.current_device(kind)  # the loop has moved it
+        target.data = torch.empty_like(alike, dtype=data.dtype, device=device)
     if requires_grad and target.is_leaf:
         target.requires_grad_()
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A copy for a tensor that had a graph: a gradient that reaches it is an error."""
+    with torch.enable_grad():
+        copy: Tensor = _LostGraph.apply(tensor.detach().clone().requires_grad_())  # type: ignore[no-untyped-call]
+        return copy
+
+
+class _LostGraph(torch.autograd.Function):
+    """Stands for what a tensor was computed from before the checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """A copy."""
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raise CannotSaveScriptError."""
+        raise CannotSaveScriptError(
+            "backward() reaches what was computed in an iteration before the checkpoint, of which "
+            "only the value was saved. Call backward() in the iteration that computes the loss, "
+            "or let an iteration of the outermost loop be one optimizer step."
+        )
 
 
 def _is_slot(target: Any, name: str) -> bool:

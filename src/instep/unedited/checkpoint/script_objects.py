@@ -24,7 +24,7 @@ class ScriptObject:
     slots: list[tuple[str, Any]]
     digest: Any = None
     form: Any = None
-    """A tensor's shape and dtype at that moment."""
+    """Of a tensor or an array: what `form_of` returned at that moment."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class ScriptObjects:
             kind = kind_of(value)
             if kind is Kind.END:
                 continue
-            form = form_of(value) if kind is Kind.TENSOR else None
+            form = form_of(value) if kind in (Kind.TENSOR, Kind.ARRAY) else None
             node = ScriptObject(path, value, kind, [], digest_of(value, kind), form)
             self.nodes[id(value)] = node
             found.append(node)
