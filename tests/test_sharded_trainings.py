@@ -581,6 +581,29 @@ def gradients_of_experts_that_the_script_asks_for(log: Log) -> None:
 
 
 @sharded
+def gradients_of_one_output_with_regard_to_another(log: Log) -> None:
+    """As StyleGAN2 asks for them, for the length of its paths."""
+
+    class Styled(Around):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            style = self.body[0](x).tanh()
+            return self.body[2](style), style
+
+    model = Styled()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        scores, style = model(x)
+        style.retain_grad()
+        (slope,) = torch.autograd.grad(scores.square().sum(), style, create_graph=True)
+        scores.logsumexp(1).sum().backward(retain_graph=True)
+        assert style.grad is not None
+        log.loss(style.grad.square().sum())
+        return F.cross_entropy(scores, y) + slope.square().mean()
+
+    train(log, model, step)
+
+
+@sharded
 def gradients_of_several_rows_at_once(log: Log) -> None:
     """As torch.autograd.functional.jacobian(vectorize=True) takes them."""
     model = mlp()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,3 +34,25 @@ def walk(roots: Iterable[Tensor], visit: Callable[[Any], Iterable[Any]]) -> None
 def next_nodes(node: Any) -> list[Any]:
     """The nodes to which a node hands its gradients in backward."""
     return [child for child, _ in node.next_functions]
+
+
+def used_by_others(values: Sequence[Any]) -> list[bool]:
+    """From which of these values, if they are tensors, others among them were computed."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if sum(tensor.requires_grad for tensor in tensors) < 2:
+        return [False] * len(values)
+    edges: Counter[tuple[Any, int]] = Counter(
+        (tensor.grad_fn, tensor.output_nr) for tensor in tensors
+    )
+
+    def visit(node: Any) -> list[Any]:
+        edges.update(node.next_functions)
+        return next_nodes(node)
+
+    walk(tensors, visit)
+    return [
+        isinstance(value, Tensor)
+        and value.grad_fn is not None
+        and edges[value.grad_fn, value.output_nr] > 1
+        for value in values
+    ]

@@ -183,9 +183,11 @@ class CallComparison:
                 "its forward uses a tensor from outside that requires a gradient"
             )
         in_caches = leaves_in_caches(structure)  # of which nobody reads most
+        # Joined at once, an output would be no part of the graph of another one.
+        lazy = map(any, zip(in_caches, reference.used_by_others, strict=True))
         outputs = tuple(
-            replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=in_caches[k])
-            for k, parts in enumerate(local)
+            replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=is_lazy)
+            for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True))
         )
         generators = tuple(reference.before.graph.generators)
         is_random = reference.is_random or bool(generators)  # its own may begin to draw later

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.training.autograd_graph import used_by_others
 from instep.training.pytree import ValueSnapshot, find_tensors, flatten
 from instep.unedited.sharded_call.compare.rounding import (
     Products,
@@ -53,6 +54,8 @@ class Reference:
         self._leaves: list[Tensor] | None = None
         """Of its graph, once that is released."""
         asks = requires_gradients != _require_gradients(call)
+        self.used_by_others = used_by_others(self.outputs)
+        """Which of its outputs others were computed from."""
         self._changes_arguments = asks or watch.has_other_changes()
         self._keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""

@@ -25,7 +25,9 @@ class OutputPlan:
     interleaved: bool = False
     """Whether one row of each sample comes after the other: (time x batch, ...)."""
     is_lazy: bool = False
-    """Whether the rows stay on their ranks until the script looks at them, however few they are."""
+    """Whether the rows stay on their ranks until the script looks at them, however few they are:
+    those of caches, and those from which another output was computed, for the script may ask for
+    the gradient of that one."""
     has_values: bool = field(default=True, compare=False)
     """Whether it was compared when it was not all zeros."""
 
