@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import instep
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from oracle import Log, same_as_one_process
@@ -169,6 +170,25 @@ def test_what_it_prints_for_the_first_time_is_of_the_whole_batch() -> None:
         for x, y in batches(STEPS):
             F.cross_entropy(model(x), y).backward()
     assert printed.getvalue() == "13 rows\n"
+
+
+class ReturnsMoreAfterAWhile(Around):
+    calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        scores = self.body(x)
+        return {"scores": scores} if self.calls < LATE else {"scores": scores, "more": scores}
+
+
+@ranks(2)
+def test_a_call_that_returns_more_than_those_before_is_computed_whole() -> None:
+    model = ReturnsMoreAfterAWhile().double()
+    with sharding() as log:
+        for x, y in batches(STEPS):
+            sum(F.cross_entropy(scores, y) for scores in model(x).values()).backward()
+        assert modules.call_counts.sharded >= LATE - 1
+        assert ("whole: it returns something else than" in log.getvalue()) == (instep.rank == 0)
 
 
 class WritesIntoItsBatch(Around):

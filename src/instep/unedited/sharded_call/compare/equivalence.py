@@ -22,6 +22,10 @@ from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _NO_BATCH = WholeReason("no batch among its arguments")
+_RETURNS_OTHERS = WholeReason(
+    "it returns something else than when its calls were first divided (another number of outputs, "
+    "or others)"
+)
 
 
 def find_plan(
@@ -66,6 +70,9 @@ def verify_plan(
     """
     comparison, why = _begin(call, group)
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
+    if why is None:
+        is_changed = comparison.reference.structure != plan.structure
+        why = first_reason(_RETURNS_OTHERS if is_changed else None, group.transport)
     if plan.sums_without_rows is not None:
         comparison.sums = RowSums(None, plan.sums_without_rows)
     if gradients and why is None:
