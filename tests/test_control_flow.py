@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import instep
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from oracle import Log, same_as_one_process
@@ -170,6 +172,29 @@ def test_what_it_prints_for_the_first_time_is_of_the_whole_batch() -> None:
         for x, y in batches(STEPS):
             F.cross_entropy(model(x), y).backward()
     assert printed.getvalue() == "13 rows\n"
+
+
+class DrawsByItsRows(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        draws = [random.random() for _ in range(1 + (x[0, 0].item() > 9))]
+        return self.body(x) * (1 + draws[0])
+
+
+@ranks(2)
+def test_ranks_that_draw_otherwise_in_a_call_that_nobody_watches_are_an_error() -> None:
+    model, caught = DrawsByItsRows().double(), None
+    random.seed(0)
+    with sharding():
+        for k, (x, y) in enumerate(batches(66)):
+            x[0, 0] = 10 if k == 65 else 0
+            try:
+                F.cross_entropy(model(x), y).backward()
+            except ShardedCallError as error:
+                caught = k, str(error)
+        assert modules.call_counts.whole == 0
+    assert caught is not None
+    assert caught[0] == 65
+    assert "random numbers for some of its rows" in caught[1]
 
 
 class ReturnsMoreAfterAWhile(Around):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -1208,6 +1209,19 @@ def draws_from_numpy(log: Log) -> None:
     np.random.seed(0)
     model = Noisy()
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@sharded
+def draws_for_all_rows_from_python_and_numpy(log: Log) -> None:
+    class Forced(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.body(x)
+            return scores * np.random.uniform(1, 2) if random.random() < 0.5 else scores
+
+    np.random.seed(0)
+    random.seed(0)
+    model = Forced()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), steps=8)
 
 
 @whole

@@ -24,7 +24,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     relative_error,
 )
 from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
-from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.compare.zeroed_arguments import (
     keep_beginnings,
@@ -155,6 +155,8 @@ class CallComparison:
             stored=self.stored or (),
             sums=self.sums,
         )
+        if group.is_virtual and reference.draws_outside_torch:  # its shards would draw one by one
+            raise ShardedCallError(DRAWS_OUTSIDE_TORCH)
         compiles = is_compiled(call.parts)  # which logs what it compiles
         if compiles and call.is_on_accelerator:
             with torch.compiler.set_stance("force_eager"):  # of what is fused no indices are seen
@@ -198,6 +200,7 @@ class CallComparison:
             is_random,
             generators,
             region.row_dims.found,
+            reference.draws_outside_torch,
             reference.changes_attributes,
             self.stored or (),
             _agreed_sums(self.sums, group),

@@ -64,6 +64,8 @@ class Reference:
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
+        self.draws_outside_torch = self.before.draws_outside_torch(self.after)
+        """Whether it drew from numpy's or Python's generators."""
         self.drawn: Mapping[Draw, Sequence[int]] = {}
         """The shapes of what it draws, where they were asked for."""
         self._products: VectorJacobianProducts | None = None

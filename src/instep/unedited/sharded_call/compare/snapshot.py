@@ -34,6 +34,7 @@ class BufferDistance(NamedTuple):
     """
 
 
+DRAWS_OUTSIDE_TORCH = "its forward draws from numpy's or Python's random numbers"
 _TRAINED, _FROZEN = "its parameters", "its frozen parameters"
 _following: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward moves frozen parameters, as MoCo's second network follows the first: from
@@ -119,6 +120,10 @@ class Snapshot:
         own = graph_difference.is_random(self.graph, after.graph)
         return own or not self._torch.same(after._torch)
 
+    def draws_outside_torch(self, after: Snapshot) -> bool:
+        """Whether a forward in between drew from numpy's or Python's global generators."""
+        return not self._others.equals_except_torch(after._others)
+
     def has_other_values(self, after: Snapshot) -> bool:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
@@ -135,8 +140,6 @@ class Snapshot:
             is_parameter = changed[0] in (_TRAINED, _FROZEN)
             kind = ReasonKind.CHANGES_PARAMETERS if is_parameter else ReasonKind.LASTING
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
-        if not self._others.equals_except_torch(after._others):
-            return WholeReason("its forward draws from numpy's or Python's random numbers")
         return WholeReason.of(graph_difference.find_change(self.graph, after.graph, self._parts))
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
@@ -163,8 +166,8 @@ class Snapshot:
         """
         if not self._torch.same(expected._torch):
             return "its random numbers are not those of the whole batch"
-        if not self._others.equals_except_torch(expected._others):
-            return "its forward draws from numpy's or Python's random numbers"
+        if self.draws_outside_torch(expected):
+            return DRAWS_OUTSIDE_TORCH
         if others := self.buffers.keys() ^ expected.buffers.keys():
             return f"its forward makes the buffer {self._path(*min(others))}"
         for key in self.buffers:

@@ -39,9 +39,10 @@ class ControlFlow:
         self.may_change = False
         """Whether it may be another on any rank."""
 
-    def is_watched(self, calls: int) -> bool:
-        """Whether this call is to be traced; `calls`: how many there were."""
-        return self.may_change and (calls <= _FIRST_CALLS or calls % _INTERVAL == 0)
+    def is_watched(self, calls: int, *, may_change: bool = False) -> bool:
+        """Whether this call is to be traced; `calls`: how many there were; `may_change`: whether
+        it may be another for a reason that is not in the code."""
+        return (self.may_change or may_change) and (calls <= _FIRST_CALLS or calls % _INTERVAL == 0)
 
     def may_branch(self) -> bool:
         """Whether a call may have another control flow on this rank."""

@@ -199,7 +199,8 @@ class CacheEntry:
         """Whether this call's forward may take a branch that no compared call has taken, and it is
         to be seen whether it does."""
         can_be_followed = not (group.is_virtual or is_compiled(call.parts))
-        return can_be_followed and self.flow.is_watched(self.calls)
+        is_random = self.plan is not None and self.plan.draws_outside_torch
+        return can_be_followed and self.flow.is_watched(self.calls, may_change=is_random)
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""

@@ -56,6 +56,8 @@ class ShardingPlan:
     """Those of its own."""
     row_dims: Mapping[Draw, int | None] = field(default_factory=dict)
     """The dimension in which its draws of random numbers have rows, where their shape misleads."""
+    draws_outside_torch: bool = False
+    """Whether it draws from numpy's or Python's global generators, the same on all ranks."""
     changes_attributes: bool = False
     """Whether its forward changes plain values that it keeps."""
     stored: tuple[StoredParameter, ...] = ()
@@ -78,6 +80,7 @@ class ShardingPlan:
             is_random=self.is_random or later.is_random,
             generators=later.generators or self.generators,
             row_dims={**self.row_dims, **later.row_dims},
+            draws_outside_torch=self.draws_outside_torch or later.draws_outside_torch,
             changes_attributes=self.changes_attributes or later.changes_attributes,
         )
 

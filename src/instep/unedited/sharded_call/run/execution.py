@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.distributed import numbers
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import CollectiveError
 from instep.training.pytree import Structure, flatten, unflatten, versions
+from instep.training.random_streams import RNGStates
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
@@ -75,6 +77,7 @@ def _run_sharded(
 ) -> tuple[ShardingPlan, Any]:
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
+    states = RNGStates.capture() if plan.draws_outside_torch else None
     before = _buffer_versions(call.parts)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     try:
@@ -91,8 +94,12 @@ def _run_sharded(
                 "and has changed its buffers meanwhile. Run this script with --plain, or let it "
                 "draw from the first call on (a dropout of 1e-9, say)."
             )
+        if states is not None:
+            states.restore()
         generators.restore()
         return _run_sharded(call, replace(plan, is_random=True), group)
+    if plan.draws_outside_torch:
+        _check_draws(name, group)
     if structure != plan.structure:
         raise ShardedCallError(
             f"{name} returns something else than when its calls were first divided (another "
@@ -125,6 +132,20 @@ def wait_for_same_error(error: Exception, where: str, transport: Transport) -> N
         error.add_note(f"Not all ranks have this error in {where}: {disagreement}")
     else:
         recorder.detail = ""
+
+
+def _check_draws(name: str, group: ShardGroup) -> None:
+    """Raise ShardedCallError on all ranks unless their forwards have drawn the same from numpy's
+    and Python's generators. Collective."""
+    sums = RNGStates.capture().sums()
+    mine = torch.tensor(sums, dtype=torch.float64, device=group.transport.control_device)
+    by_rank = numbers.gather(numbers.from_tensor(mine), group.transport).tolist()
+    if any(row != by_rank[0] for row in by_rank):
+        raise ShardedCallError(
+            f"The forward of {name} has drawn otherwise from numpy's or Python's random numbers "
+            "for some of its rows than for others. Run this script with --plain, or let it draw "
+            "as often whatever its rows are."
+        )
 
 
 def _buffer_versions(parts: Iterable[nn.Module]) -> list[int]:
