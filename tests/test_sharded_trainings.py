@@ -6,7 +6,7 @@ import copy
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -231,29 +231,47 @@ def language_model_with_carried_state(log: Log) -> None:
         log.step(optimizer, model)
 
 
-@sharded
-def experts_with_a_balanced_load(log: Log) -> None:
+class BalancedExperts(nn.Module):
     """Its means go over all rows, and the sum of their product over the experts."""
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.experts = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 6, 3))
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 6, 3))
 
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            tokens = torch.stack((x, x * 2), 1).view(-1, 6)
-            shares = self.gate(tokens).softmax(-1)
-            chosen = shares.argmax(-1)
-            scores = tokens.new_zeros(len(tokens), 3)
-            for k, expert in enumerate(self.experts):
-                at = (chosen == k).nonzero()[:, 0]
-                scores = scores.index_add(0, at, shares[at, k, None] * (tokens[at] @ expert))
-            used = F.one_hot(chosen, 4).to(x.dtype).mean(0)
-            balance = 4 * (used * shares.mean(0)).sum()
-            scores = scores.view(len(x), 2, 3).mean(1)
-            return scores, F.cross_entropy(scores, y) + 0.01 * balance
+    def places(self, chosen: Tensor) -> Iterable[Tensor]:
+        """Of the tokens of each expert."""
+        return [(chosen == k).nonzero()[:, 0] for k in range(4)]
 
-    model = Experts()
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.stack((x, x * 2), 1).view(-1, 6)
+        shares = self.gate(tokens).softmax(-1)
+        chosen = shares.argmax(-1)
+        scores = tokens.new_zeros(len(tokens), 3)
+        for k, at in enumerate(self.places(chosen)):
+            found = tokens[at] @ self.experts[k]
+            scores = scores.index_add(0, at, shares[at, k, None] * found)
+        used = F.one_hot(chosen, 4).to(x.dtype).mean(0)
+        balance = 4 * (used * shares.mean(0)).sum()
+        scores = scores.view(len(x), 2, 3).mean(1)
+        return scores, F.cross_entropy(scores, y) + 0.01 * balance
+
+
+class ExpertsByCounts(BalancedExperts):
+    """Its counts are of its own rows."""
+
+    def places(self, chosen: Tensor) -> Iterable[Tensor]:
+        return chosen.argsort().split(F.one_hot(chosen, 4).sum(0).tolist())
+
+
+@sharded
+def experts_with_a_balanced_load(log: Log) -> None:
+    model = BalancedExperts()
+    train(log, model, lambda x, y: model(x, y)[1])
+
+
+@sharded
+def experts_that_get_their_rows_by_counts(log: Log) -> None:
+    model = ExpertsByCounts()
     train(log, model, lambda x, y: model(x, y)[1])
 
 

@@ -4,6 +4,8 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from instep.distributed.numbers import on_any_rank
@@ -45,17 +47,19 @@ def find_plan(
         why = _compute_gradients(reference, group) if divisions else _NO_BATCH
     if why is not None:
         return None, reference.value(), why
-    sums_all_rows = [False]
+    kinds: list[Callable[[], RowSums | None]] = [lambda: None]
     if not group.is_virtual and on_any_rank(bool(reference.sum_lengths), group.transport):
-        sums_all_rows = [True, False] if reference.returns_scalar else [False, True]
+        of_all = partial(RowSums, reference.sum_lengths)
+        kinds.insert(0 if reference.returns_scalar else 1, of_all)
+        kinds.append(partial(of_all, only_floats=True))
     reasons = []
     for division in divisions:
-        for sums_all in sums_all_rows:
-            comparison.sums = RowSums(reference.sum_lengths) if sums_all else None
+        for make_sums in kinds:
+            comparison.sums = make_sums()
             found, text = _try(comparison, division, group)
             if found is not None:
                 return *found, None
-            if not sums_all:
+            if comparison.sums is None:
                 reasons.append(text)
     return None, reference.value(), WholeReason(reasons[0])
 

@@ -106,20 +106,24 @@ class RowSums:
         self,
         whole_lengths: Mapping[Place, set[int]] | None = None,
         without_rows: Iterable[Place] = (),
+        *,
+        only_floats: bool = False,
     ) -> None:
         """`whole_lengths` while a sharded forward is compared with the whole one; `without_rows`
-        afterwards."""
-        self._whole_lengths = whole_lengths
+        afterwards. `only_floats`: counts are of this rank's rows, as those by which a layer hands
+        its rows to experts."""
+        self._whole_lengths, self._only_floats = whole_lengths, only_floats
         self._without_rows = set(without_rows)
         self._with_rows: set[Place] = set()
 
-    def has_rows(self, place: Place, length: int) -> bool:
-        """Whether this first dimension has the rows."""
+    def has_rows(self, place: Place, tensor: Tensor) -> bool:
+        """Whether the first dimension of what is added up there has the rows of the batch."""
         if self._whole_lengths is None:
             return place not in self._without_rows
-        is_same = length in self._whole_lengths.get(place, ())
-        (self._without_rows if is_same else self._with_rows).add(place)
-        return not is_same
+        is_count = self._only_floats and not tensor.is_floating_point()
+        is_own = is_count or len(tensor) in self._whole_lengths.get(place, ())
+        (self._without_rows if is_own else self._with_rows).add(place)
+        return not is_own
 
     @property
     def without_rows(self) -> frozenset[Place] | None:
@@ -150,7 +154,7 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answ
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not (_is_over_first_dim(tensor, args, kwargs) and row_sums.has_rows(place, len(tensor))):
+        if not (_is_over_first_dim(tensor, args, kwargs) and row_sums.has_rows(place, tensor)):
             return original(tensor, *args, **kwargs)
         if original.__name__ == "sum":
             return add_up(original(tensor, *args, **kwargs))
