@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import orthogonal
 
 import instep
 from instep.errors import CapturedStepError, ShardedCallError
@@ -238,17 +236,6 @@ def graphs_before_a_call(couples: bool, of_parameter: bool) -> set[int]:
     assert (modules.call_counts.sharded > 1) != couples
     torch.testing.assert_close(found, whole)
     return set(at_start)
-
-
-@ranks(2)
-def test_on_an_accelerator_a_cached_weight_keeps_the_graph_by_which_it_was_computed() -> None:
-    for layer in (nn.Linear(4, 4), Counting(couples=True)):
-        model = nn.Sequential(orthogonal(nn.Linear(4, 4)), layer)
-        with sharding(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BoundCall, "is_on_accelerator", True)
-            with parametrize.cached():
-                model(torch.randn(6, 4)).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
 
 
 @ranks(2)

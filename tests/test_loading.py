@@ -674,6 +674,22 @@ def test_a_thread_of_the_scripts_may_fetch_batches_ahead():
 
 
 @ranks(2)
+def test_a_thread_may_go_on_with_workers_that_persist():
+    passes = []
+    for way in (iter, batches):
+        fresh()
+        more = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
+        loader = DataLoader(Counting(20), 5, shuffle=True, **more)
+        found = [list(way(loader))]
+        thread = threading.Thread(target=lambda: found.append(list(way(loader))))  # noqa: B023
+        thread.start()
+        thread.join()
+        passes.append([*found, list(way(loader))])
+        loader._iterator = None
+    assert same(*passes)
+
+
+@ranks(2)
 def test_the_table_puts_it_into_torchs_own_loader():
     data = Counting(24, lambda index: torch.full((1 << 18,), float(index)))
     put_in = PatchHandle([LOADER_PATCH])

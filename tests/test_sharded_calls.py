@@ -20,6 +20,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import instep
 from instep.distributed.communication.transport import get_transport
@@ -922,6 +924,17 @@ def test_what_fails_for_some_rows_is_reported_with_its_exception_for_one_size() 
 
 
 @ranks(2)
+def test_a_call_without_rows_says_so() -> None:
+    with sharding() as log:
+        nn.PReLU()(torch.tensor(2.0))
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes PReLU whole where none of its arguments has rows. "
+            "[INS711]\n"
+        )
+
+
+@ranks(2)
 def test_ranks_that_differ_are_reported() -> None:
     x = torch.randn(6, 4)
     torch.manual_seed(instep.rank)  # as from the clock
@@ -1177,3 +1190,19 @@ def test_modules_can_be_scripted() -> None:
         scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)))
         torch.testing.assert_close(scripted[0](x), expected)
         assert scripted(x).requires_grad
+        frozen = torch.jit.freeze(scripted.eval())
+        torch.testing.assert_close(frozen(x), scripted(x))
+
+
+@ranks(2)
+def test_a_weight_that_is_cached_beyond_a_call_has_the_gradients_of_one_process() -> None:
+    x, grads = torch.randn(8, 6), []
+    for how in (contextlib.nullcontext(), sharding()):
+        torch.manual_seed(0)
+        model = weight_norm(nn.Linear(6, 4))
+        with how:
+            model(x).sum().backward()
+            with parametrize.cached():
+                (model(x).sum() + model(x + 1).sum() + model.weight.square().sum()).backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*grads)

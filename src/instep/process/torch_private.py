@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.jit._builtins
 import torch.nn.modules.batchnorm
+import torch.nn.utils.parametrize
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -126,6 +127,14 @@ register_builtin = torch.jit._builtins._register_builtin
 """Lets torch.jit.script know a function by the name of an operation."""
 VF = torch._VF
 """The functions by which nn.RNN and its relatives compute."""
+
+
+def is_caching_weights() -> bool:
+    """Whether `torch.nn.utils.parametrize.cached()` is on, which keeps what parametrizations
+    compute."""
+    return torch.nn.utils.parametrize._cache_enabled > 0
+
+
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 """The base of all batch normalisations."""
 InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm

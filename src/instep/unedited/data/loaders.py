@@ -104,22 +104,19 @@ def _can_load_rows(loader: DataLoader[Any]) -> bool:
     Not for datasets of tensors, where nothing is gained; for datasets that make the batch
     themselves (iterable datasets, batch_size=None, `__getitems__`); for samples that depend on
     those loaded before (a random generator of the dataset's own); in a thread or worker of the
-    script's; or if INSTEP_LOAD=whole forbids it.
+    script's, unless it goes on with workers that persist; or if INSTEP_LOAD=whole forbids it.
     """
-    if (
-        str(settings.LOAD) == "whole"
-        or is_rank_local()
-        or not in_main_thread()
-        or isinstance(loader, ShardedLoader)
-    ):
+    if str(settings.LOAD) == "whole" or is_rank_local() or isinstance(loader, ShardedLoader):
+        return False
+    iterator: Any = loader._iterator
+    if iterator is not None:
+        return isinstance(iterator._index_sampler, RowBatchSampler)
+    if not in_main_thread():
         return False
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset | MapDataPipe):
         return False
     if _loads_batches(loader.dataset) or is_deterministic(loader.dataset):
         return False
-    iterator: Any = loader._iterator
-    if iterator is not None:
-        return isinstance(iterator._index_sampler, RowBatchSampler)
     return not _has_generator(loader)
 
 
@@ -189,7 +186,7 @@ class WholeBatchIterator:
         self._dataset = RowDataset(loader.dataset, loader.collate_fn)
         self._loader = loader
         self._policy = policy
-        self._channel = next(_channels)
+        self._row_sampler.channel = self._row_sampler.channel or next(_channels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
@@ -197,7 +194,7 @@ class WholeBatchIterator:
     @property
     def _transport(self) -> ExchangeTransport:
         """In another thread a channel of its own, since threads have no common order."""
-        return get_transport() if in_main_thread() else ThreadChannel(self._channel)
+        return get_transport() if in_main_thread() else ThreadChannel(self._row_sampler.channel)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -96,6 +96,8 @@ class RowBatchSampler:
         self.planned: deque[LoadPlan] = deque()
         """The batches of the latest pass that are asked for and not delivered yet."""
         self.batches = batches
+        self.channel = 0
+        """The number of the messages between threads that iterate over it; 0 before the first."""
         self._generator = generator or torch.default_generator
         self._block = block
         self._policy = policy

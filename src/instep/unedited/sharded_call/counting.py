@@ -22,6 +22,7 @@ FEW_ROWS = WholeReason(
     "where a batch has fewer rows than there are ranks; other batches are not affected",
     ReasonKind.OF_ARGUMENTS,
 )
+NO_ROWS = WholeReason("where none of its arguments has rows", ReasonKind.OF_ARGUMENTS)
 
 
 @dataclass
@@ -84,7 +85,7 @@ def report_whole(module: nn.Module, why: WholeReason) -> None:
     """
     name = type(module).__name__
     kind = (name, re.sub(r"\d+", "", why.text))
-    if kind in _reported or (call_state.whole_depth and why is FEW_ROWS):
+    if kind in _reported or (call_state.whole_depth and why in (FEW_ROWS, NO_ROWS)):
         return
     _reported.add(kind)
     group = ShardGroup.of(get_transport())

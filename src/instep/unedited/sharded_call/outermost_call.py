@@ -18,6 +18,7 @@ from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatc
 from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
 from instep.unedited.sharded_call.counting import (
     FEW_ROWS,
+    NO_ROWS,
     call_counts,
     count_batch,
     report_whole,
@@ -27,6 +28,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
 from instep.unedited.sharded_call.plan.module_properties import (
+    caches_weights,
     find_gpu_state,
     find_hooks,
     is_compiled,
@@ -52,13 +54,16 @@ _CHECKPOINTED = WholeReason(
     "the same tensors again"
 )
 _CAPTURED = WholeReason("a CUDA graph captures it, which is replayed without Python")
+_CACHED = WholeReason(
+    "within torch.nn.utils.parametrize.cached(), which keeps weights for more than one call"
+)
 
 
 def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it. Collective."""
     decision_counts.undecided += 1
-    if call_state.is_checkpointed or is_capturing_graph():
-        report_whole(call.module, _CHECKPOINTED if call_state.is_checkpointed else _CAPTURED)
+    if why := _find_obstacle(call):
+        report_whole(call.module, why)
         return _run_whole(call)
     entry = plan_cache.lookup(call, group)
     entry.calls += 1
@@ -70,8 +75,8 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         report_whole(call.module, why)
         call_counts.add_whole(call)
         return _run_parts_or_whole(call, entry, group)
-    if count_batch(call, entry.plan) < group.size:
-        report_whole(call.module, FEW_ROWS)
+    if (rows := count_batch(call, entry.plan)) < group.size:
+        report_whole(call.module, FEW_ROWS if rows else NO_ROWS)
         _remember_whole(call, None, by_parts=False)
         return _run_whole(call)
     tuner = entry.tuner(call)
@@ -97,6 +102,15 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         call_counts.add_whole(call)
     entry.finish(call.module)
     return result.output
+
+
+def _find_obstacle(call: BoundCall) -> WholeReason | None:
+    """Why this call cannot be sharded, whatever its module computes; None if nothing prevents it."""
+    if call_state.is_checkpointed:
+        return _CHECKPOINTED
+    if is_capturing_graph():
+        return _CAPTURED
+    return _CACHED if caches_weights(call.parts) else None
 
 
 @dataclass(frozen=True)

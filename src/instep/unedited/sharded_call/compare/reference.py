@@ -105,7 +105,7 @@ class Reference:
         On an accelerator nothing refers to its graph any more after that: a script may fill the
         memory of its device with one forward, beside which a sharded one would find no room.
         Autograd must not free it, for the script may have parts of it: the way from a parameter or
-        another argument to an argument, or a weight that torch.nn.utils.parametrize.cached keeps.
+        another argument to an argument, or a weight that a cache of the script keeps.
         Raises RuntimeError where the forward has freed it.
         """
         self._products = VectorJacobianProducts.of(self._call, self.outputs)

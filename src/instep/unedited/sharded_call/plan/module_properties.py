@@ -10,12 +10,15 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy as is_uninitialized
+from torch.nn.utils.parametrize import is_parametrized
 
 from instep.process import is_installed
+from instep.process.torch_private import is_caching_weights
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -200,6 +203,12 @@ def _runs_as_graphs(part: nn.Module) -> bool:
 
 def _is_on_gpu(part: nn.Module) -> bool:
     return any(parameter.is_cuda for parameter in nn.Module.parameters(part))
+
+
+def caches_weights(parts: Iterable[nn.Module]) -> bool:
+    """Whether the script may use a weight that these compute, with its gradient, outside of a call
+    in which it was computed."""
+    return torch.is_grad_enabled() and is_caching_weights() and any(map(is_parametrized, parts))
 
 
 def is_compiled(parts: Iterable[nn.Module]) -> bool:

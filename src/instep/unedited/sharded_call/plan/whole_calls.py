@@ -78,7 +78,8 @@ def clear() -> None:
 
 def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """None: they are not such that a short look is enough."""
-    key: list[Any] = [module.training, torch.is_grad_enabled()]
+    # torch.jit.freeze leaves no `training`.
+    key: list[Any] = [getattr(module, "training", False), torch.is_grad_enabled()]
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is nn.Parameter:
