@@ -55,7 +55,9 @@ _CHECKPOINTED = WholeReason(
 )
 _CAPTURED = WholeReason("a CUDA graph captures it, which is replayed without Python")
 _CACHED = WholeReason(
-    "within torch.nn.utils.parametrize.cached(), which keeps weights for more than one call"
+    "where torch.nn.utils.parametrize.cached() keeps its weights for more than one call; other "
+    "calls are not affected",
+    ReasonKind.OF_ARGUMENTS,
 )
 
 
