@@ -107,7 +107,7 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
 
 
 def _find_obstacle(call: BoundCall) -> WholeReason | None:
-    """Why this call cannot be sharded, whatever its module computes; None if nothing prevents it."""
+    """What rules out sharding this call, whatever its module computes; None if nothing does."""
     if call_state.is_checkpointed:
         return _CHECKPOINTED
     if is_capturing_graph():
