@@ -151,6 +151,28 @@ def test_a_loss_whose_divisor_is_not_stated_is_named(name):
         play(unstated, (name,))
 
 
+MEANS = {
+    "rows": lambda out, y: out.square().sum(1).mean() + cross_entropy(out, y) / 2,
+    "sum of tasks": lambda out, y: (torch.stack(tasks(out, y)) * (out.square().mean() + 1)).sum(),
+    "mean of tasks": lambda out, y: torch.stack(tasks(out, y)).exp().log().mean(),
+}
+
+
+def tasks(out, y):
+    return cross_entropy(out, y), out.square().mean(), out.abs().mean()
+
+
+def stated(log, name):
+    train(log, net(), rows(40), lambda m, x, y: MEANS[name](m(x), y), epochs=1)
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_rows_is_not_named(name):
+    divisors._warned.clear()
+    play(stated, (name,))  # a warning would be an error
+
+
 def with_a_teacher(log):
     teacher, frozen = instep.replicate(net(norm=False)), instep.replicate(net(norm=False))
     frozen.requires_grad_(False)

@@ -21,6 +21,7 @@ from instep.training.autograd_graph import next_nodes
 from instep.training.forward_calls import comes_from_call
 
 _LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
+_ELEMENTWISE = ("Mul", "Div", "Exp", "Log", "Pow", "Sqrt", *_LINEAR)
 _SUM, _MEAN = 2, 1
 """What torch's losses save as their reduction."""
 _NONE = -1.0
@@ -81,7 +82,7 @@ def _divisors(root: Any) -> Iterator[float | None]:
         seen.add(node)
         found, is_reduction = _divisor_of(node, divisor)
         if is_reduction:
-            if comes_from_call(node):
+            if comes_from_call(node) and not _reduces_stack(node):
                 yield found
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other
@@ -90,6 +91,26 @@ def _divisors(root: Any) -> Iterator[float | None]:
                 stack.append((next_nodes(node)[0], factor * (divisor or 1.0)))
         elif node.name().startswith(_LINEAR):
             stack += [(child, divisor) for child in next_nodes(node)]
+
+
+def _reduces_stack(node: Any) -> bool:
+    """Whether it adds up numbers that were stacked: the losses of several tasks, say."""
+    level = _children(node)
+    while level:
+        for each in level:
+            if each.name().startswith("Stack"):
+                return any(_divisor_of(term, None)[1] for term in _children(each))
+        level = [
+            child
+            for each in level
+            if each.name().startswith(_ELEMENTWISE)
+            for child in _children(each)
+        ]
+    return False
+
+
+def _children(node: Any) -> list[Any]:
+    return [each for each in next_nodes(node) if each is not None]
 
 
 def _divisor_of(node: Any, divisor: float | None) -> tuple[float | None, bool]:
