@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
 import pickle
 import types
@@ -239,13 +240,8 @@ def test_a_hook_of_a_library_keeps_a_module_whole_only_where_it_keeps_what_it_se
             assert "the script has a hook on its Linear (2), which must" in log.getvalue()
 
 
-class Unseen:
-    """Holds something where nobody sees that it is another."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+Unseen = ctypes.py_object
+"""Holds something, its `value`, where nobody sees that it is another."""
 
 
 class ReadsFromLists(nn.Module):

@@ -390,7 +390,9 @@ def compared() -> list[list[str]]:
     return found
 
 
-def test_parameters_are_compared_with_one_wait() -> None:
+def test_parameters_and_losses_are_compared_with_one_wait_each() -> None:
     for found in pool.run(2, compared):
-        assert {len(lines) for lines in found} == {0, 1}
-        assert all("bit_sums.py" in line for lines in found for line in lines)
+        assert {len(lines) for lines in found} == {0, 2}
+        for losses, parameters in filter(None, found):
+            assert "divisors.py" in losses
+            assert "bit_sums.py" in parameters

@@ -60,12 +60,12 @@ def describe_state(generator: Any) -> str | bytes:
 
 
 _apart: dict[str, Any] | None = None
-"""The states at the end of what was last `kept_apart`."""
+"""The states at the end of what was last `separate_states`."""
 _is_apart = False
 
 
 @contextmanager
-def kept_apart() -> Iterator[None]:
+def separate_states() -> Iterator[None]:
     """Inside, the global generators go on from where they were at the end of the last such piece
     of the script; outside, nothing was drawn. Another thread of the script draws as ever."""
     global _apart, _is_apart

@@ -166,7 +166,7 @@ def find_calls(
     return list(found), used
 
 
-def comes_from_call(node: Any) -> bool:
+def depends_on_call(node: Any) -> bool:
     """Whether a call's output leads to this node of a graph."""
     stack, seen = [node], {node}
     while stack:

@@ -37,7 +37,7 @@ from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import look_at_loss
+from instep.training.losses.divisors import check_divisors
 
 T = TypeVar("T")
 
@@ -201,7 +201,7 @@ def backward(
     own_weight = _weight(call)
     note_loss(roots, own_weight)
     if grad_tensors is None and call.weight is None:
-        _look_at_loss(roots, call)
+        _check_divisors(roots, call)
     weighted = _multiply_grads(roots, grad_tensors, own_weight)
     with phase("backward"):
         _backward_of_replicas(original, roots, weighted, rest, call)
@@ -279,11 +279,11 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _look_at_loss(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+def _check_divisors(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
     """Warn of a loss that is no mean over rows, as often as the models are compared. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
     if check is not None and call.block is not None and _is_summing() and check.is_due():
-        look_at_loss(roots, call.block.count, get_transport())
+        check_divisors(roots, call.block.count, get_transport())
 
 
 def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.exchanges import all_gather_in_silence
+from instep.distributed.communication.exchanges import all_gather_internal
 from instep.distributed.communication.transport import get_transport
 from instep.training.batches.registry import find_candidates, note_collective
 from instep.training.forward_calls import last
@@ -196,7 +196,7 @@ def gather_rows(rows: Tensor) -> Tensor:
         raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")
     note_collective()
     own = rows[:0] if _is_placeholder(rows) else rows
-    return torch.cat(all_gather_in_silence(own.detach()))
+    return torch.cat(all_gather_internal(own.detach()))
 
 
 def _is_placeholder(values: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.exchanges import (
-    all_gather_in_silence,
+    all_gather_internal,
     before_values,
     connect_gradients,
     graph_token,
@@ -59,7 +59,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     """
     transport, op = _check(tensor, op, group)
     if op == "product":
-        return reduce_parts(all_gather_in_silence(tensor, group), op)
+        return reduce_parts(all_gather_internal(tensor, group), op)
     function = _MinMax if op in ("min", "max") else _AllReduce
     return _apply(function, tensor, op, transport)
 

@@ -60,10 +60,10 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     """
     for look in before_values:
         look(False)
-    return all_gather_in_silence(tensor, group)
+    return all_gather_internal(tensor, group)
 
 
-def all_gather_in_silence(tensor: Tensor, group: Group | None = None) -> list[Tensor]:
+def all_gather_internal(tensor: Tensor, group: Group | None = None) -> list[Tensor]:
     """As `all_gather`, of values of which the script need not be warned."""
     check_reachable(tensor)
     transport = transport_of_call(group)

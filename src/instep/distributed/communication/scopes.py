@@ -100,7 +100,7 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
         if bootstrap.current().rank != 0:
             return None
-        with generator_states.kept_apart():
+        with generator_states.separate_states():
             return function(*args, **kwargs)
 
     return run

@@ -18,7 +18,7 @@ from instep.distributed.communication.transport import Transport
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
 from instep.training.autograd_graph import next_nodes
-from instep.training.forward_calls import comes_from_call
+from instep.training.forward_calls import depends_on_call
 
 _LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
 _ELEMENTWISE = ("Mul", "Div", "Exp", "Log", "Pow", "Sqrt", *_LINEAR)
@@ -28,7 +28,7 @@ _NONE = -1.0
 _warned: set[tuple[str, str]] = set()
 
 
-def look_at_loss(roots: Iterable[Tensor], rows: int, transport: Transport) -> None:
+def check_divisors(roots: Iterable[Tensor], rows: int, transport: Transport) -> None:
     """Warn, once for each line, of a loss that is no mean over rows.
 
     Args:
@@ -82,7 +82,7 @@ def _divisors(root: Any) -> Iterator[float | None]:
         seen.add(node)
         found, is_reduction = _divisor_of(node, divisor)
         if is_reduction:
-            if comes_from_call(node) and not _reduces_stack(node):
+            if depends_on_call(node) and not _reduces_stack(node):
                 yield found
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other

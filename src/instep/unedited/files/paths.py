@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from instep.unedited.files.bypass import bypass_overlay
@@ -248,8 +248,10 @@ def retry_if_changed(method: PathMethod[P, T]) -> PathMethod[P, T]:
             try:
                 return method(self, path, *args, **kwargs)
             except OSError:
-                before, resolved = found, self.resolve_parents(path)
-                found = self.find(resolved), self.find(os.path.dirname(resolved))
+                before = found
+                with suppress(OSError):  # a loop of links, say
+                    resolved = self.resolve_parents(path)
+                    found = self.find(resolved), self.find(os.path.dirname(resolved))
                 if found == before:
                     raise
 

@@ -81,7 +81,7 @@ class CallComparison:
         self._has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
 
-    def take_for_proven(self, plan: ShardingPlan) -> None:
+    def accept_rounding(self, plan: ShardingPlan) -> None:
         """With this plan it is the same in full precision; half precision may round as it does."""
         self.known_outputs, self._tolerances.is_proven = plan.outputs, True
 

@@ -106,7 +106,7 @@ def _try(
     if why:
         return None, why
     if plan is not None:
-        comparison.take_for_proven(plan)
+        comparison.accept_rounding(plan)
     return comparison.try_division(division)
 
 
