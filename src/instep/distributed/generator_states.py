@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
-_others: WeakValueDictionary[int, torch.Generator] = WeakValueDictionary()
-"""Generators of loaders, which are in step on all ranks, by their numbers."""
+_others: WeakKeyDictionary[Any, dict[int, torch.Generator]] = WeakKeyDictionary()
+"""The generators of loaders, which are in step on all ranks, by their numbers. (PyTorch 2.11 has no
+weak references to a generator.)"""
 _numbers = count()
 Changes = dict[str, tuple[bytes, Any]]
 """The digest of a generator's state before, and its state after, by the generator's name."""
@@ -81,12 +82,15 @@ def separate_states() -> Iterator[None]:
         _set_states(before)
 
 
-def keep_in_step(generators: Iterable[torch.Generator]) -> None:
-    """Treat these, of which every rank has its own, as the global ones are from now on. Every rank
-    calls this in the same order."""
-    for generator in generators:
-        if not any(generator is known for known in _others.values()):
-            _others[next(_numbers)] = generator
+def keep_in_step(loader: object, generators: Iterable[torch.Generator]) -> None:
+    """Treat the generators of a loader, of which every rank has its own, as the global ones are as
+    long as there is the loader. Every rank calls this in the same order."""
+    if loader not in _others:
+        _others[loader] = {next(_numbers): generator for generator in generators}
+
+
+def _numbered() -> dict[int, torch.Generator]:
+    return {number: each for kept in _others.values() for number, each in kept.items()}
 
 
 def get_states() -> dict[str, Any]:
@@ -95,7 +99,7 @@ def get_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (numpy := _numpy_random()) is not None:
         states["numpy"] = numpy.get_state(legacy=False)
-    states |= {str(number): each.get_state() for number, each in _others.items()}
+    states |= {str(number): each.get_state() for number, each in _numbered().items()}
     return states
 
 
@@ -128,7 +132,7 @@ def _set_states(states: Mapping[str, Any]) -> None:
         elif name == "numpy":
             sys.modules["numpy.random"].set_state(state)
         else:
-            _others[int(name)].set_state(state)
+            _numbered()[int(name)].set_state(state)
 
 
 def _numpy_random() -> Any:

@@ -142,7 +142,7 @@ class ShardedLoader(DataLoader[T]):
         self, whole: DataLoader[T], *, empty_block: Callable[[], Block] = empty_block
     ) -> None:
         """`empty_block` makes this rank's block of a batch without samples."""
-        broadcast_states(whole)
+        broadcast_states(whole, self)
         assert whole.batch_sampler is not None
         self._seed = broadcast_seed()
         self._seeded = not is_deterministic(whole.dataset)

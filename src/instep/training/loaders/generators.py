@@ -42,9 +42,9 @@ def set_states(loader: Any, states: list[Tensor]) -> None:
         generator.set_state(state)
 
 
-def broadcast_states(loader: Any) -> None:
-    """Let its generators be those of rank 0, also after one rank has drawn from them in a scope.
-    Collective."""
+def broadcast_states(loader: Any, sharded: object) -> None:
+    """Let the generators of a loader be those of rank 0, also after one rank has drawn from them in
+    a scope, as long as there is the loader that is `sharded` from it. Collective."""
     set_states(loader, broadcast_object(get_states(loader)))
     if not bootstrap.is_world_of_one():  # a scope, which other ranks are not in
-        keep_in_step(generators_of(loader))
+        keep_in_step(sharded, generators_of(loader))

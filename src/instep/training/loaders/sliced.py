@@ -36,7 +36,7 @@ class SlicedLoader(Generic[T]):
 
     def __init__(self, whole: Iterable[T]) -> None:
         self._whole = whole
-        broadcast_states(whole)
+        broadcast_states(whole, self)
         self._seed = broadcast_seed()
         self._position = LoaderPosition()
         self._begin: list[Tensor] = []
