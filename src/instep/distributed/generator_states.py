@@ -60,25 +60,25 @@ def describe_state(generator: Any) -> str | bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
 
 
-_apart: dict[str, Any] | None = None
-"""The states at the end of what was last `separate_states`."""
-_is_apart = False
+_separate: dict[str, Any] | None = None
+"""The states in which `separate_states` was last left."""
+_is_separate = False
 
 
 @contextmanager
 def separate_states() -> Iterator[None]:
-    """Inside, the global generators go on from where they were at the end of the last such piece
-    of the script; outside, nothing was drawn. Another thread of the script draws as ever."""
-    global _apart, _is_apart
-    if _is_apart or threading.current_thread() is not threading.main_thread():
+    """Inside, the global generators go on from where they were when this was last left; outside,
+    they are as if nothing had been drawn. Another thread of the script draws as ever."""
+    global _separate, _is_separate
+    if _is_separate or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _is_apart = get_states(), True
-    _set_states(before | (_apart or {}))
+    before, _is_separate = get_states(), True
+    _set_states(before | (_separate or {}))
     try:
         yield
     finally:
-        _apart, _is_apart = get_states(), False
+        _separate, _is_separate = get_states(), False
         _set_states(before)
 
 

@@ -50,7 +50,7 @@ def check_divisors(roots: Iterable[Tensor], rows: int, transport: Transport) -> 
         _warn("is a sum over rows", "instep.weight(None)")
     elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
         _warn(
-            "divides by something else than its rows, of which the ranks have other fractions",
+            "does not divide by its rows (the ranks' divisors are not in proportion to their rows)",
             "instep.weight((y != ignore_index).sum()), for example",
         )
 
