@@ -232,5 +232,16 @@ loss.backward()
 ```""",
         of_python=True,
     ),
+    RunWarning(
+        "INS717",
+        "one-process",
+        "Rank 0 goes on alone, and the other ranks have ended.",
+        """\
+On a CPU one process uses all cores already, and ranks on these cores do not always gain. Where an
+unedited script takes less time as one process, or nothing of it pays to be divided, rank 0 goes on
+with the cores of all ranks of its host. The numbers are the same up to rounding, as for any number
+of threads. [When this is decided](../unedited-scripts.md#when-rank-0-goes-on-alone).
+`INSTEP_DIVIDE=always` keeps all ranks.""",
+    ),
 )
 RUN_WARNINGS: dict[str, RunWarning] = {each.code: each for each in _ALL}

@@ -7,7 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, is_launcher_variable
+from instep.distributed.identity.launchers import (
+    FAILURE_FILE,
+    HOST_CORES,
+    JOB,
+    STORE_FD,
+    is_launcher_variable,
+)
 from instep.distributed.identity.world import World
 from instep.launch.multi_node.hosts import JobInfo
 from instep.launch.multi_node.master import interface_variables
@@ -44,6 +50,8 @@ def rank_environment(
     if "OMP_NUM_THREADS" not in kept:
         kept.setdefault("MKL_NUM_THREADS", threads)
     defaults = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0"}
+    if "OMP_NUM_THREADS" not in kept:
+        defaults[HOST_CORES] = str(count_cores())
     world = World(
         rank=job_info.first + local_rank,
         size=job_info.size,

@@ -135,7 +135,8 @@ DIVIDE = Setting(
     "INSTEP_DIVIDE",
     "auto",
     "In an unedited script, auto: module calls that take less time whole are computed whole on "
-    "every rank; always: all that can be divided are.",
+    "every rank, and on CPUs of one host rank 0 goes on alone where that takes less time than all "
+    "ranks do; always: all calls that can be divided are.",
     choices=("auto", "always"),
 )
 HOST_COPY = Setting(
@@ -198,7 +199,10 @@ SETTINGS = (
 
 INTERNAL = frozenset(
     f"{PREFIX}{name}"
-    for name in ("ELASTIC_FD", "FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STANDBY", "STORE_FD")
+    for name in (
+        *("ELASTIC_FD", "FAILURE_FILE", "HOST_CORES", "JOB", "RESTARTS", "SOURCE", "STANDBY"),
+        "STORE_FD",
+    )
 )
 """Set by instep's own processes for each other; see `distributed/identity/launchers.py`."""
 

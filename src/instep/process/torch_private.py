@@ -7,6 +7,7 @@ tests with other versions.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FunctionType
@@ -156,6 +157,15 @@ pin_memory: Function = torch.utils.data._utils.pin_memory.pin_memory
 """What a DataLoader does with a batch for pin_memory=True."""
 DataLoaderIterator = torch.utils.data.dataloader._BaseDataLoaderIter
 """The base of a DataLoader's iterators."""
+
+
+def end_loader_workers() -> None:
+    """End the worker processes of all loaders that this process iterates over."""
+    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    for found in gc.get_objects():
+        if isinstance(found, kind):
+            found._shutdown_workers()
+
 
 # ----------------------------------------------------------------------- torch.distributed
 # What a backend is called with and returns.

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
 import os
 import pickle
 import shutil
 import socket
 import sys
 import tempfile
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
-from instep.distributed.identity import launchers
+from instep.distributed.identity import launchers, torch_devices
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
-from instep.distributed.watchdog import client
+from instep.distributed.watchdog import client, interrupts
 from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, print_line, settings, storage
 from instep.process.procfs import boot_id
+from instep.process.torch_private import end_loader_workers
 from instep.process.tracebacks import format_error
 from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
+from instep.unedited.data import loaders
 from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.generations import Generations, before_layer
@@ -40,9 +46,13 @@ from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
+from instep.unedited.sharded_call.one_process.fallback import Fallback, set_fallback
+from instep.unedited.sharded_call.one_process.process_choice import WHOLE_STEPS
+from instep.unedited.sharded_call.one_process.turns import Cores
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.call_tuner import format_gain
-from instep.unedited.sharded_call.run import backward
+from instep.unedited.sharded_call.run import backward, region
+from instep.unedited.sharded_call.run.sharded_output import has_sharded_outputs
 
 PATIENCE = 1.5
 """Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
@@ -53,6 +63,8 @@ _NO_CALLS = (
     "that instep sees. (Calls of a class that defines __call__ itself, and those by torch.func, "
     "are not seen.) [INS712]"
 )
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Which `instep run` sets for each rank unless the user has."""
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
 
@@ -74,6 +86,7 @@ class MultiRankSession:
         """Join the other ranks and install everything. Collective. Raises LaunchError."""
         self._installed = False
         self._has_failed = False
+        self._is_alone = False
         self._process = os.getpid()
         atexit.register(self.end)  # runs after what rendezvous and the script register
         self.world = _join()
@@ -87,6 +100,7 @@ class MultiRankSession:
         if launchers.FAILURE_FILE in os.environ:
             write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         write_access.allow(*self._directories.writable())
+        self._threads = _threads_of_one_process(self.world)
         self._started = monotonic()
         self.has_begun = False
         """Whether the ranks share work already, so that the script cannot opt out any more."""
@@ -111,6 +125,15 @@ class MultiRankSession:
         self._streams.install()
         non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook
+        if _may_be_left_alone(self.world):
+            set_fallback(
+                Fallback(
+                    self._threads,
+                    loads_apart=loaders.is_loading_shared,
+                    has_outputs=lambda: region.has_regions() or has_sharded_outputs(),
+                    go_on=self._leave_to_rank0,
+                )
+            )
 
     def _begin(self) -> None:
         """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
@@ -128,18 +151,61 @@ class MultiRankSession:
             return
         self._installed = False
         patch_table.remove()
-        backward.on_first_work(None)
-        rank_local.unregister_rank()
-        opt_out.set_handler(None)
-        children.uninstall()
-        seeds.take_from_rank0(None)
-        os_functions.set_files(None)
+        self._stop_sharing()
         self._step_check.end()
         non_finite.show_with(None)
         self._streams.restore()
         launcher_env.restore()
         sys.excepthook = self._excepthook_before
         self._directories.delete()
+
+    def _stop_sharing(self) -> None:
+        """From now on this rank does everything by itself."""
+        set_fallback(None)
+        backward.on_first_work(None)
+        rank_local.unregister_rank()
+        opt_out.set_handler(None)
+        children.uninstall()
+        seeds.take_from_rank0(None)
+        os_functions.set_files(None)
+
+    def _leave_to_rank0(self, cores: Cores, was_measured: bool) -> None:
+        """Rank 0 goes on as the only process of the job, with these cores. The other ranks end,
+        without what the script has registered for its end. Collective."""
+        self._is_alone = True
+        self.leave_job()
+        if self.world.rank != 0:
+            self._end_now()
+        self._stop_sharing()
+        patch_table.install_for_one_rank()
+        loaders.stop_sharing()
+        interrupts.disconnect()
+        if launchers.HOST_CORES in launcher_env.masked:
+            for name in THREAD_VARIABLES:
+                os.environ.pop(name, None)
+        cores.take()
+        threads = "1 thread" if cores.threads == 1 else f"{cores.threads} threads"
+        why = (
+            f"which takes less time than {self.world.size} ranks do together"
+            if was_measured
+            else f"since its last {WHOLE_STEPS} steps had nothing that pays to be divided"
+        )
+        print_line(
+            f"rank 0 goes on alone, with {threads}, {why}. The other ranks have ended. [INS717]"
+        )
+
+    def _end_now(self) -> NoReturn:
+        """End this rank, of which nothing is needed any more."""
+        client.announce_exit()
+        end_loader_workers()
+        for child in multiprocessing.active_children():
+            child.kill()
+        # As at Python's end: they remove temporary folders.
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+        self._directories.delete()
+        client.announce_end()
+        os._exit(0)
 
     def leave_job(self) -> None:
         """Disconnect the ranks, which can then meet again. Collective.
@@ -158,7 +224,7 @@ class MultiRankSession:
         wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
         does neither in PATIENCE seconds.
         """
-        if self._has_failed or not self._installed:
+        if self._has_failed or self._is_alone or not self._installed:
             return True
         self._has_failed = True
         try:
@@ -177,6 +243,9 @@ class MultiRankSession:
     def _wait_for_all_ranks(self) -> None:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""
         if self._has_failed or not self._installed or os.getpid() != self._process:
+            return
+        if self._is_alone:
+            client.announce_exit()
             return
         if self.world.rank == 0:
             self._store.set(_FAILED, "")
@@ -211,6 +280,28 @@ class MultiRankSession:
             self._streams.restore()
         if reports:
             self._excepthook_before(type_, error, frames)
+
+
+def _may_be_left_alone(world: World) -> bool:
+    """Whether rank 0 may turn out to take less time alone: where one process can use the cores of
+    all ranks, and what the script does may be decided by time."""
+    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
+    return (
+        world.one_host
+        and by_time
+        and not str(settings.CHECKPOINT)
+        and torch_devices.own_device().type == "cpu"
+    )
+
+
+def _threads_of_one_process(world: World) -> int:
+    """The threads of PyTorch's operations that this process would use if it were alone."""
+    threads = torch.get_num_threads()
+    if launchers.HOST_CORES in os.environ:
+        return int(os.environ[launchers.HOST_CORES])
+    if "OMP_NUM_THREADS" in os.environ:
+        return threads
+    return min(threads * world.size, os.cpu_count() or 1)
 
 
 def _show_nothing(line: str) -> None:

@@ -120,6 +120,14 @@ BITWISE_PATCHES: tuple[Patch, ...] = (
 )
 """Those of a world of one with `--bitwise`."""
 
+ONE_RANK_PATCHES: tuple[Patch, ...] = (
+    *SIGNAL_PATCHES,
+    *OPTIMIZER_PATCHES,
+    LOADER_PATCH,
+    *SEED_PATCHES,
+)
+"""Those of rank 0 after it was left alone."""
+
 _handles: list[PatchHandle] = []
 
 
@@ -134,6 +142,12 @@ def remove() -> None:
     """Restore everything that was there before; does nothing the second time."""
     while _handles:
         _handles.pop().remove()
+
+
+def install_for_one_rank() -> None:
+    """In place of the whole table: the ranks share nothing any more."""
+    remove()
+    _handles.append(PatchHandle(ONE_RANK_PATCHES))
 
 
 def install_files(rank_layer: Layer, before: Layer | None = None) -> None:

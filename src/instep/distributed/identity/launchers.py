@@ -29,6 +29,9 @@ SOURCE = "INSTEP_SOURCE"
 """Set by `python -m instep script.py` for its script: the launcher whose numbers it repeats."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
 """Set by `instep run` for its ranks: the file for the traceback of a rank that fails."""
+HOST_CORES = "INSTEP_HOST_CORES"
+"""Set by `instep run` for its ranks: the cores that it has divided among those of this host, unless
+OMP_NUM_THREADS was set."""
 RESTARTS = "INSTEP_RESTARTS"
 """Set by `instep run` for its ranks: how often it has started the job again after a failure."""
 
@@ -203,7 +206,7 @@ _PREFIXES = (
 )
 _NAMES = frozenset(
     {
-        *(ELASTIC_FD, FAILURE_FILE, RESTARTS, settings.SECRET.name, STORE_FD),
+        *(ELASTIC_FD, FAILURE_FILE, HOST_CORES, RESTARTS, settings.SECRET.name, STORE_FD),
         *("MASTER_ADDR", "MASTER_PORT"),
         *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *(f"SLURM_{name}" for name in ("GTIDS", "NPROCS", "NTASKS", "TASKS_PER_NODE", "TASK_PID")),

@@ -111,6 +111,12 @@ def announce_exit() -> None:
         client.send("at_exit")
 
 
+def announce_end() -> None:
+    """This rank ends now, and has not failed."""
+    for client in _clients[-1:]:
+        client._finish()
+
+
 def report_collectives(error: BaseException) -> None:
     """This rank fails with `error`, perhaps since it disagrees with the others about a collective.
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from instep.distributed.flight_record.record_format import read
@@ -269,7 +270,9 @@ class Watcher:
         if first is not None and first["silent"] and not self._supervised:
             lost = first["description"].startswith("is lost")
             if first["rank"] == self._rank or (lost and self._rank == 0):
-                os.write(2, f"{first['headline']}\n{first.get('last_position', '')}".encode())
+                text = f"{first['headline']}\n{first.get('last_position', '')}"
+                with suppress(OSError):  # the launcher, which reads it, may have ended
+                    os.write(2, text.encode())
         self._loop.stop()
 
     def _abort(self, text: str, awaited_rank: int | None = None) -> bool:

@@ -53,6 +53,16 @@ class ExchangePolicy:
         loading them changes something else."""
         self.exchanges, self._forced, self.loads_rest = exchange, True, loads_rest
 
+    @property
+    def has_gained(self) -> bool:
+        """Whether rows are exchanged since that is faster."""
+        return self.exchanges and self._measured >= _MEASURED_BATCHES
+
+    def go_alone(self) -> None:
+        """From now on there is one rank."""
+        self.ranks = 1
+        self.force(exchange=False)
+
     def update(self, count: int, seconds: float, nbytes: int) -> None:
         """Learn that a batch of `count` samples took the ranks `seconds` in all to load."""
         if not count:

@@ -60,6 +60,8 @@ class _KnownDataset:
 
 
 _known_datasets = WeakIdKeyDictionary()
+_iterators: weakref.WeakSet[WholeBatchIterator] = weakref.WeakSet()
+"""Those of the script that may still be in use."""
 _channels = count(1)
 _has_mentioned_draws = False
 
@@ -96,6 +98,22 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     if loader.persistent_workers:
         loader._iterator = batches
     return WholeBatchIterator(batches, loader, policy)
+
+
+def is_loading_shared() -> bool:
+    """Whether the ranks share the loading of data, since that is faster, or since a batch is under
+    way of which each has loaded some rows."""
+    known = [policy for each in _known_datasets.values() for policy in each.policies.values()]
+    return any(policy.has_gained for policy in known) or any(
+        iterator.needs_all_ranks() for iterator in _iterators
+    )
+
+
+def stop_sharing() -> None:
+    """From now on this rank loads everything, also in passes that are under way."""
+    for known in _known_datasets.values():
+        for policy in known.policies.values():
+            policy.go_alone()
 
 
 def _can_load_rows(loader: DataLoader[Any]) -> bool:
@@ -187,6 +205,8 @@ class WholeBatchIterator:
         self._loader = loader
         self._policy = policy
         self._row_sampler.channel = self._row_sampler.channel or next(_channels)
+        self._is_in_thread = self._is_over = False
+        _iterators.add(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
@@ -201,6 +221,12 @@ class WholeBatchIterator:
 
     def __iter__(self) -> WholeBatchIterator:
         return self
+
+    def needs_all_ranks(self) -> bool:
+        """Whether other ranks have rows of the next batches, or may be asked for some by a thread
+        of the script's meanwhile."""
+        is_shared = self._policy.exchanges or any(p.exchanges for p in self._row_sampler.planned)
+        return not self._is_over and (is_shared or self._is_in_thread)
 
     def __next__(self) -> Any:
         batch = self._load()
@@ -218,10 +244,12 @@ class WholeBatchIterator:
 
     def _load(self) -> Any:
         """What this rank was asked to load for the next batch, or the error that it raised."""
+        self._is_in_thread = not in_main_thread()
         try:
             with phase("data"):
                 return next(self._batches)
         except StopIteration:
+            self._is_over = True
             if self._policy.exchanges:
                 finish_exchange(self._transport)
             raise

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process import print_line
+from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
@@ -44,6 +45,8 @@ class CallCounts:
         """Count a call of which this rank has computed its own rows."""
         self.sharded += 1
         start_work()
+        if (fallback := current_fallback()) is not None:
+            fallback.add_divided()
         blocks = group.blocks(count_batch(call, plan))
         self._add_samples(sum(block.count for block in blocks))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
@@ -20,9 +21,16 @@ from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
 from instep.training.pytree import find_tensors
+from instep.unedited.sharded_call.one_process.fallback import Fallback, current_fallback
+from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
-from instep.unedited.sharded_call.run.region import find_regions, has_regions
+from instep.unedited.sharded_call.run.region import (
+    call_state,
+    find_regions,
+    find_whole_leaves,
+    has_regions,
+)
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 from instep.unedited.sharded_call.run.whole_state import broadcast_whole_part, note_nested
@@ -61,6 +69,38 @@ def backward(
         note_nested(roots)
         original(tensors, *rest)
         return
+    fallback = None if call_state.inside or call_state.whole_depth else current_fallback()
+    run = partial(original, tensors, *rest)
+    if (
+        fallback is not None
+        and fallback.takes_turns
+        and not (has_regions() and find_regions(roots))
+    ):
+        _run_in_turns(run, roots, inputs, fallback)
+    else:
+        _run_together(run, roots, create_graph, inputs)
+    if fallback is not None:
+        fallback.end_backward(decision_counts.trials)
+
+
+def _run_in_turns(
+    run: Callable[[], None], roots: Sequence[Tensor], inputs: Any, fallback: Fallback
+) -> None:
+    """A backward through calls that every rank computes whole, on one rank after the other. Then
+    the gradients are rank 0's: with other threads they may have other bits on each."""
+    note_backward(is_summed=False)
+    with fallback.untimed():
+        leaves = find_whole_leaves(roots) if inputs is None else find_tensors(inputs)
+    fallback.run(run)
+    with fallback.untimed():
+        grads = {id(grad): grad for leaf in leaves if (grad := leaf.grad) is not None}
+        broadcast_coalesced([grad for grad in grads.values() if grad.layout is torch.strided])
+
+
+def _run_together(
+    run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any
+) -> None:
+    """A backward of all ranks, which sum the gradients of divided calls."""
     start = start_backward()
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
@@ -68,7 +108,7 @@ def backward(
     whole_part = nullcontext() if create_graph else broadcast_whole_part(roots, inputs)
     if not calls:
         with whole_part:
-            original(tensors, *rest)
+            run()
         end_backward(start)
         return
     transport = get_transport()
@@ -76,7 +116,7 @@ def backward(
     sums = reduce_in_buckets(roots, calls, overlap_group(transport), finite)
     try:
         with phase("backward"), whole_part, sums:
-            original(tensors, *rest)
+            run()
     except CollectiveError:  # the others have one, too
         raise
     except Exception as error:

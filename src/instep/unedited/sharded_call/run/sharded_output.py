@@ -8,6 +8,7 @@ like any other: the first operation on it gathers the rows.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -40,6 +41,16 @@ LARGE = 2**20
 over rows needs."""
 
 
+_alive: dict[int, weakref.ref[ShardedOutput]] = {}
+"""By their numbers."""
+
+
+def has_sharded_outputs() -> bool:
+    """Whether the rows of any output are still on their ranks only."""
+    outputs = [reference() for reference in [*_alive.values()]]
+    return any(output is not None and output.full is None for output in outputs)
+
+
 class ShardedOutput(Tensor):
     """All ranks' rows (dimension 0), of which this one holds its own."""
 
@@ -61,6 +72,8 @@ class ShardedOutput(Tensor):
         """The rows of all ranks, to be gathered when an operation needs them."""
         output: ShardedOutput = apply(_Shard, local, block, group)
         output.local = local
+        number = output.number
+        _alive[number] = weakref.ref(output, lambda _: _alive.pop(number, None))
         return output
 
     def full_tensor(self) -> Tensor:

@@ -1,0 +1,184 @@
+"""Whether the ranks of a host go on sharing the calls, or rank 0 alone with the cores of all.
+
+On a CPU one process uses all cores already. So ranks for each of these cores gain where smaller
+parts keep their data in the caches, and lose where each reads all parameters for fewer rows. It is
+measured: the ranks compute some steps as before, then some of them whole, one rank after the other
+and each with all cores, and so on in turns.
+
+All ranks give their choice the same numbers in the same order, so they choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from statistics import median
+
+WHOLE_STEPS = 24
+"""Where nothing was divided in so many steps, there is nothing to be measured."""
+FIRST_MEASURE = 16
+"""Steps before the first measurement."""
+_SETTLED = 8
+"""Steps without a comparison or a timed call, before a measurement."""
+_FEWEST, _SECONDS = 4, 0.1
+"""The least number of steps in a phase, and about how long it takes."""
+_PAIRS, _MAX_PAIRS = 3, 8
+"""Of phases: those that count, and those that are tried."""
+MARGIN = 0.95
+"""One process must take less than this share of what the ranks take together."""
+_CLEAR = 1.25
+"""Where it takes so many times as long, one pair is enough."""
+_MAX_DRAIN = 16
+"""Steps until nothing is left of divided calls."""
+
+
+class Phase(Enum):
+    """How the calls of modules are computed."""
+
+    SHARED = auto()
+    """As it is decided for each."""
+    WHOLE = auto()
+    """Whole on every rank, until no graph and no output of a divided call is left."""
+    IN_TURNS = auto()
+    """Whole on one rank after the other."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What the steps of a phase took."""
+
+    seconds: float
+    calls: Counter[bool]
+    has_trial: bool
+
+
+@dataclass(eq=False)
+class ProcessChoice:
+    """The choice for one script. A step is what ends with a `backward()`."""
+
+    can_measure: bool = True
+    """Whether it can be measured: not where rank 0 alone would have no more cores."""
+    phase: Phase = Phase.SHARED
+    is_for_one: bool = False
+    """Whether rank 0 is to go on alone."""
+    _steps: int = 0
+    _last_divided: int = 0
+    _last_trial: int = 0
+    _trials: int = 0
+    _next: int = FIRST_MEASURE
+    _length: int = 0
+    """Steps of the phase under way; 0: none is timed."""
+    _is_calibrating: bool = False
+    _in_phase: int = 0
+    _calls: Counter[bool] = field(default_factory=Counter)
+    """Of this phase, by whether gradients were enabled."""
+    _has_trial: bool = False
+    _shared: _Sample | None = None
+    _ratios: list[float] = field(default_factory=list)
+    _pairs: int = 0
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether phases are timed, or the choice for one process waits to be carried out."""
+        return self._length > 0 or self.is_for_one
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next measurement should begin: see `begin`."""
+        return (
+            self.can_measure
+            and not self.is_measuring
+            and self._steps >= self._next
+            and self._steps - self._last_trial >= _SETTLED
+            and self._steps - self._last_divided < _SETTLED
+        )
+
+    @property
+    def is_phase_over(self) -> bool:
+        """Whether the steps of a timed phase are complete: see `finish_phase`."""
+        return 0 < self._length <= self._in_phase and self.phase is not Phase.WHOLE
+
+    @property
+    def drain_steps(self) -> int:
+        """How many steps the phase WHOLE has lasted."""
+        return self._in_phase if self.phase is Phase.WHOLE else 0
+
+    def add_call(self, *, has_grad: bool) -> None:
+        """An outermost call begins, with gradients enabled or not."""
+        self._calls[has_grad] += 1
+
+    def add_divided(self) -> None:
+        """A call was divided."""
+        self._last_divided = self._steps
+
+    def add_step(self, trials: int) -> None:
+        """A `backward()` has ended; `trials`: the calls that were compared or timed so far."""
+        self._steps += 1
+        self._in_phase += 1
+        if trials != self._trials:
+            self._trials, self._last_trial, self._has_trial = trials, self._steps, True
+        if not self.is_measuring and self._steps - self._last_divided >= WHOLE_STEPS:
+            self.is_for_one = True
+            self._begin_phase(Phase.WHOLE)
+
+    def begin(self, *, is_possible: bool) -> None:
+        """Begin to measure; or later, if rank 0 could not go on alone now."""
+        if not is_possible:
+            self._next = 2 * self._steps
+            return
+        self._ratios, self._pairs = [], 0
+        self._length, self._is_calibrating = _FEWEST, True
+        self._begin_phase(Phase.SHARED)
+
+    def finish_phase(self, seconds: float) -> None:
+        """End a phase that is over, of so many seconds; IN_TURNS: of rank 0, without the turns of
+        others."""
+        if self._is_calibrating:
+            steps = _SECONDS / max(seconds, 1e-6) * self._length
+            self._length = max(_FEWEST, 2 * math.ceil(steps / 2))
+            self._is_calibrating = False
+            self._begin_phase(Phase.SHARED)
+            return
+        sample = _Sample(seconds, self._calls, self._has_trial)
+        if self.phase is Phase.SHARED:
+            self._shared = sample
+            self._begin_phase(Phase.WHOLE)
+            return
+        assert self._shared is not None
+        self._pairs += 1
+        is_alike = sample.calls == self._shared.calls
+        if is_alike and not (sample.has_trial or self._shared.has_trial):
+            self._ratios.append(sample.seconds / max(self._shared.seconds, 1e-9))
+        self._begin_phase(Phase.SHARED)
+        if self._ratios and self._ratios[-1] > _CLEAR:
+            self.give_up()
+        elif len(self._ratios) == _PAIRS and median(self._ratios) < MARGIN:
+            self._length, self.is_for_one = 0, True
+            self._begin_phase(Phase.WHOLE)
+        elif len(self._ratios) == _PAIRS or self._pairs == _MAX_PAIRS:
+            self.give_up()
+
+    def finish_drain(self) -> None:
+        """Nothing is left of divided calls: the ranks begin to take turns."""
+        self._begin_phase(Phase.IN_TURNS)
+
+    @property
+    def was_measured(self) -> bool:
+        """Whether the last choice was made by what the ranks took."""
+        return len(self._ratios) == _PAIRS
+
+    def is_drain_too_long(self) -> bool:
+        """Whether a script seems to keep outputs of divided calls."""
+        return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
+
+    def give_up(self) -> None:
+        """Go on sharing the calls, and measure again after ten times as many steps."""
+        self._length, self.is_for_one = 0, False
+        self._next, self._last_divided = 10 * self._steps, self._steps
+        self._begin_phase(Phase.SHARED)
+
+    def _begin_phase(self, phase: Phase) -> None:
+        self.phase, self._in_phase, self._has_trial = phase, 0, False
+        self._calls = Counter()
