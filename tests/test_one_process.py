@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.one_process.process_choice import (
     Phase,
     ProcessChoice,
 )
-from instep.unedited.sharded_call.one_process.turns import Cores, run_in_turns
+from instep.unedited.sharded_call.one_process.sequential import Cores, run_sequential
 from pool import ranks
 
 RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
@@ -58,7 +58,7 @@ def pair(choice: ProcessChoice, ratio: float, calls: Sequence[int] = (1, 1)) -> 
     assert choice.phase is Phase.WHOLE
     steps(choice, 2)
     choice.finish_drain()
-    assert choice.phase is Phase.IN_TURNS
+    assert choice.phase is Phase.SEQUENTIAL
     while not choice.is_phase_over:
         steps(choice, 1, calls=calls[1])
     choice.finish_phase(ratio)
@@ -88,7 +88,7 @@ def test_rank_0_goes_on_alone_where_that_takes_less_time(
         assert choice.is_measuring
         pair(choice, ratio)
     assert choice.is_for_one == is_for_one
-    assert choice.was_measured == is_for_one or len(ratios) == 3
+    assert choice.is_measured == is_for_one or len(ratios) == 3
     assert choice.phase is (Phase.WHOLE if is_for_one else Phase.SHARED)
     if not is_for_one:
         seen = choice._steps
@@ -132,7 +132,7 @@ def test_where_nothing_is_divided_nothing_is_measured() -> None:
     assert not choice.is_for_one
     steps(choice, 1, divided=False)
     assert choice.is_for_one
-    assert not choice.was_measured
+    assert not choice.is_measured
 
 
 def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() -> None:
@@ -150,7 +150,7 @@ def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() 
     choice.finish_phase(1.0)
     while not choice.is_drain_too_long():
         steps(choice, 1)
-    choice.give_up()
+    choice.stop()
     assert choice.phase is Phase.SHARED
     assert not choice.is_measuring
 
@@ -172,9 +172,9 @@ def _in_turns(folder: str) -> tuple[int, bool]:
     def fails() -> None:
         raise KeyError(transport.rank)
 
-    seen, waited = run_in_turns(alone, cores, transport)
+    seen, waited = run_sequential(alone, cores, transport)
     with pytest.raises(KeyError, match=str(transport.rank)):
-        run_in_turns(fails, cores, transport)
+        run_sequential(fails, cores, transport)
     transport.barrier()
     assert waited > 0
     return seen, before == (torch.get_num_threads(), os.sched_getaffinity(0))
@@ -236,7 +236,7 @@ print(subprocess.run(["echo", "once"], capture_output=True, text=True).stdout)
 print(child.poll(), child.communicate(b"end")[0], child.returncode)
 print(os.environ.get("RANK"), torch.distributed.is_initialized())
 torch.save(model.state_dict(), f"{folder}/model.pt")
-children = subprocess.run(["ps", "-o", "stat=,args=", "--ppid", str(os.getppid())],
+children = subprocess.run(["ps", "-ww", "-o", "stat=,args=", "--ppid", str(os.getppid())],
                           capture_output=True, text=True).stdout.splitlines()
 alive = [line for line in children if "train.py" in line and not line.startswith("Z")]
 with open(f"{folder}/processes.json", "w") as file:
@@ -328,7 +328,7 @@ seen = []
 finish = ProcessChoice.finish_phase
 def pretend(choice, seconds):
     seen.append((choice.phase.name, torch.get_num_threads()))
-    finish(choice, ratio if choice.phase is Phase.IN_TURNS else 1.0)
+    finish(choice, ratio if choice.phase is Phase.SEQUENTIAL else 1.0)
 ProcessChoice.finish_phase = pretend
 CallTuner.is_due = CallTuner.has_chosen_whole = property(lambda tuner: False)
 
@@ -369,7 +369,7 @@ def test_ranks_that_take_more_time_than_one_process_end(
     several = run(tmp_path / "several", RUN, MEASURED, ratio, *arguments)
     assert several.returncode == 0, several.stderr
     assert ("which takes less time than 2 ranks do together" in several.stderr) == is_alone
-    assert ("IN_TURNS" in several.stderr) == (not arguments)
+    assert ("SEQUENTIAL" in several.stderr) == (not arguments)
     assert several.stdout == one.stdout
     model, expected = (
         torch.load(tmp_path / which / "files/model.pt") for which in ("several", "one")

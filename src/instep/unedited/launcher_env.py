@@ -33,6 +33,13 @@ def restore() -> None:
     masked.clear()
 
 
+def unset_threads() -> None:
+    """Let processes that the script starts use all cores, unless the user has set their number."""
+    if launchers.HOST_CORES in masked:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.pop(name, None)
+
+
 def set_visible_device(world: World) -> None:
     """Let `cuda` and `cuda:0`, or `npu` and the like, mean this rank's own device. Must be called
     before torch looks at the devices.

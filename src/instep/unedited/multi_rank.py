@@ -48,7 +48,7 @@ from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
 from instep.unedited.sharded_call.one_process.fallback import Fallback, set_fallback
 from instep.unedited.sharded_call.one_process.process_choice import WHOLE_STEPS
-from instep.unedited.sharded_call.one_process.turns import Cores
+from instep.unedited.sharded_call.one_process.sequential import Cores
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward, region
@@ -63,8 +63,6 @@ _NO_CALLS = (
     "that instep sees. (Calls of a class that defines __call__ itself, and those by torch.func, "
     "are not seen.) [INS712]"
 )
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Which `instep run` sets for each rank unless the user has."""
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
 
@@ -169,7 +167,7 @@ class MultiRankSession:
         seeds.take_from_rank0(None)
         os_functions.set_files(None)
 
-    def _leave_to_rank0(self, cores: Cores, was_measured: bool) -> None:
+    def _leave_to_rank0(self, cores: Cores, is_measured: bool) -> None:
         """Rank 0 goes on as the only process of the job, with these cores. The other ranks end,
         without what the script has registered for its end. Collective."""
         self._is_alone = True
@@ -180,14 +178,12 @@ class MultiRankSession:
         patch_table.install_for_one_rank()
         loaders.stop_sharing()
         interrupts.disconnect()
-        if launchers.HOST_CORES in launcher_env.masked:
-            for name in THREAD_VARIABLES:
-                os.environ.pop(name, None)
-        cores.take()
+        launcher_env.unset_threads()
+        cores.apply()
         threads = "1 thread" if cores.threads == 1 else f"{cores.threads} threads"
         why = (
             f"which takes less time than {self.world.size} ranks do together"
-            if was_measured
+            if is_measured
             else f"since its last {WHOLE_STEPS} steps had nothing that pays to be divided"
         )
         print_line(

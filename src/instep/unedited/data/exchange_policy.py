@@ -58,7 +58,7 @@ class ExchangePolicy:
         """Whether rows are exchanged since that is faster."""
         return self.exchanges and self._measured >= _MEASURED_BATCHES
 
-    def go_alone(self) -> None:
+    def set_single_rank(self) -> None:
         """From now on there is one rank."""
         self.ranks = 1
         self.force(exchange=False)

@@ -113,7 +113,7 @@ def stop_sharing() -> None:
     """From now on this rank loads everything, also in passes that are under way."""
     for known in _known_datasets.values():
         for policy in known.policies.values():
-            policy.go_alone()
+            policy.set_single_rank()
 
 
 def _can_load_rows(loader: DataLoader[Any]) -> bool:

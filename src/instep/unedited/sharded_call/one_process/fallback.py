@@ -14,7 +14,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import on_all_ranks
 from instep.unedited.sharded_call.one_process.process_choice import Phase, ProcessChoice
-from instep.unedited.sharded_call.one_process.turns import Cores, run_in_turns
+from instep.unedited.sharded_call.one_process.sequential import Cores, run_sequential
 
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ class Fallback:
         return self._choice.phase is not Phase.SHARED
 
     @property
-    def takes_turns(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether the ranks compute one after the other now."""
-        return self._choice.phase is Phase.IN_TURNS
+        return self._choice.phase is Phase.SEQUENTIAL
 
     @property
     def is_measuring(self) -> bool:
@@ -75,15 +75,15 @@ class Fallback:
 
     def run(self, function: Callable[[], T]) -> T:
         """`function()`, a whole call or its backward; in turns, if these are timed. Collective."""
-        if not self.takes_turns:
+        if not self.is_sequential:
             return function()
         assert self._cores is not None
-        value, waited = run_in_turns(function, self._cores, get_transport())
+        value, waited = run_sequential(function, self._cores, get_transport())
         self._waited += waited
         return value
 
     @contextmanager
-    def untimed(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What runs inside would not be done by one process."""
         start = perf_counter()
         yield
@@ -108,7 +108,7 @@ class Fallback:
         """Go on to what follows the phase WHOLE, if all ranks can."""
         choice = self._choice
         if choice.is_drain_too_long():
-            choice.give_up()
+            choice.stop()
             return
         if choice.drain_steps.bit_count() > 1:  # each look costs a message
             return
@@ -116,7 +116,7 @@ class Fallback:
         if not on_all_ranks(is_free, transport):
             return
         if choice.is_for_one:
-            self._go_on(self._all_cores(transport), choice.was_measured)
+            self._go_on(self._all_cores(transport), choice.is_measured)
             return
         self._cores = self._all_cores(transport)
         choice.finish_drain()
@@ -136,7 +136,7 @@ class Fallback:
         """What the phase took: rank 0 by itself in turns, else the slowest rank."""
         mine = torch.tensor([perf_counter() - self._start - self._waited], dtype=torch.float64)
         seconds = [float(each) for each in transport.all_gather(mine)]
-        return seconds[0] if self.takes_turns else max(seconds)
+        return seconds[0] if self.is_sequential else max(seconds)
 
 
 _current: list[Fallback] = []

@@ -41,12 +41,12 @@ class Phase(Enum):
     """As it is decided for each."""
     WHOLE = auto()
     """Whole on every rank, until no graph and no output of a divided call is left."""
-    IN_TURNS = auto()
+    SEQUENTIAL = auto()
     """Whole on one rank after the other."""
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _PhaseSample:
     """What the steps of a phase took."""
 
     seconds: float
@@ -75,7 +75,7 @@ class ProcessChoice:
     _calls: Counter[bool] = field(default_factory=Counter)
     """Of this phase, by whether gradients were enabled."""
     _has_trial: bool = False
-    _shared: _Sample | None = None
+    _shared: _PhaseSample | None = None
     _ratios: list[float] = field(default_factory=list)
     _pairs: int = 0
 
@@ -133,7 +133,7 @@ class ProcessChoice:
         self._begin_phase(Phase.SHARED)
 
     def finish_phase(self, seconds: float) -> None:
-        """End a phase that is over, of so many seconds; IN_TURNS: of rank 0, without the turns of
+        """End a phase that is over, of so many seconds; SEQUENTIAL: of rank 0, without the turns of
         others."""
         if self._is_calibrating:
             steps = _SECONDS / max(seconds, 1e-6) * self._length
@@ -141,7 +141,7 @@ class ProcessChoice:
             self._is_calibrating = False
             self._begin_phase(Phase.SHARED)
             return
-        sample = _Sample(seconds, self._calls, self._has_trial)
+        sample = _PhaseSample(seconds, self._calls, self._has_trial)
         if self.phase is Phase.SHARED:
             self._shared = sample
             self._begin_phase(Phase.WHOLE)
@@ -153,19 +153,19 @@ class ProcessChoice:
             self._ratios.append(sample.seconds / max(self._shared.seconds, 1e-9))
         self._begin_phase(Phase.SHARED)
         if self._ratios and self._ratios[-1] > _CLEAR:
-            self.give_up()
+            self.stop()
         elif len(self._ratios) == _PAIRS and median(self._ratios) < MARGIN:
             self._length, self.is_for_one = 0, True
             self._begin_phase(Phase.WHOLE)
         elif len(self._ratios) == _PAIRS or self._pairs == _MAX_PAIRS:
-            self.give_up()
+            self.stop()
 
     def finish_drain(self) -> None:
         """Nothing is left of divided calls: the ranks begin to take turns."""
-        self._begin_phase(Phase.IN_TURNS)
+        self._begin_phase(Phase.SEQUENTIAL)
 
     @property
-    def was_measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether the last choice was made by what the ranks took."""
         return len(self._ratios) == _PAIRS
 
@@ -173,7 +173,7 @@ class ProcessChoice:
         """Whether a script seems to keep outputs of divided calls."""
         return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Go on sharing the calls, and measure again after ten times as many steps."""
         self._length, self.is_for_one = 0, False
         self._next, self._last_divided = 10 * self._steps, self._steps

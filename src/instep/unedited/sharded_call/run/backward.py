@@ -73,26 +73,26 @@ def backward(
     run = partial(original, tensors, *rest)
     if (
         fallback is not None
-        and fallback.takes_turns
+        and fallback.is_sequential
         and not (has_regions() and find_regions(roots))
     ):
-        _run_in_turns(run, roots, inputs, fallback)
+        _run_sequential(run, roots, inputs, fallback)
     else:
         _run_together(run, roots, create_graph, inputs)
     if fallback is not None:
         fallback.end_backward(decision_counts.trials)
 
 
-def _run_in_turns(
+def _run_sequential(
     run: Callable[[], None], roots: Sequence[Tensor], inputs: Any, fallback: Fallback
 ) -> None:
     """A backward through calls that every rank computes whole, on one rank after the other. Then
     the gradients are rank 0's: with other threads they may have other bits on each."""
     note_backward(is_summed=False)
-    with fallback.untimed():
+    with fallback.excluded():
         leaves = find_whole_leaves(roots) if inputs is None else find_tensors(inputs)
     fallback.run(run)
-    with fallback.untimed():
+    with fallback.excluded():
         grads = {id(grad): grad for leaf in leaves if (grad := leaf.grad) is not None}
         broadcast_coalesced([grad for grad in grads.values() if grad.layout is torch.strided])
 

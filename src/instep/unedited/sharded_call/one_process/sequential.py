@@ -34,24 +34,26 @@ class Cores:
         by_rank = transport.all_gather_object(mine)
         return cls(by_rank[0][0], frozenset().union(*(cpus for _, cpus in by_rank)))
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Use them from now on. Where the launcher confines each rank, it keeps its own."""
         with suppress(OSError):
             os.sched_setaffinity(0, self.cpus)
         torch.set_num_threads(self.threads)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Use them inside."""
         own = Cores(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
-        self.take()
+        self.apply()
         try:
             yield
         finally:
-            own.take()
+            own.apply()
 
 
-def run_in_turns(function: Callable[[], T], cores: Cores, transport: Transport) -> tuple[T, float]:
+def run_sequential(
+    function: Callable[[], T], cores: Cores, transport: Transport
+) -> tuple[T, float]:
     """`function()` on one rank after the other, each with these cores. Collective.
 
     Returns its value, and the seconds for which this rank has waited for others. Raises what
@@ -64,7 +66,7 @@ def run_in_turns(function: Callable[[], T], cores: Cores, transport: Transport) 
         start = perf_counter()
         if rank == transport.rank:
             try:
-                with rank_local(), cores.taken():
+                with rank_local(), cores.applied():
                     value.append(function())
             except Exception as raised:
                 error = raised
