@@ -3,7 +3,8 @@
     python benchmarks/same_cores.py --json same_cores.json [--only mlp gnn]
 
 The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a
-ratio is of the median step of a run to that of the plain run beside it. Rows of the file stay.
+ratio is of the median step of a run to that of the plain run beside it. The first steps, in which
+instep compares and measures, are not timed. Rows of the file stay.
 
 Measured beside them, the shares alone: as many plain processes at once as there are ranks, each
 with one thread and its share of the batch, which do not communicate. Each makes the whole step of
@@ -33,18 +34,22 @@ OPTIMIZERS = ("sgd", "adam")
 SECONDS = 2.0
 """Of the timed steps of one run, about."""
 MOST_STEPS, FEWEST_STEPS = 200, 8
+FIRST_STEPS, FIRST_SECONDS = 80, 1.5
+"""Steps that are not timed, and as many as take so long: by then instep has measured what to divide,
+and whether rank 0 is to go on alone."""
 
 
-def milliseconds(way: list[str], model: str, optimizer: str, steps: int) -> float:
-    """The median step of one run."""
-    command = [sys.executable, *way, str(SCRIPT), model, optimizer, str(steps)]
+def run(way: list[str], *arguments: object) -> tuple[float, bool]:
+    """The median step of one run in milliseconds, and whether rank 0 went on alone."""
+    command = [sys.executable, *way, str(SCRIPT), *map(str, arguments)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    return float(done.stdout.split()[-1]), "INS717" in done.stderr
 
 
 def milliseconds_of_shares(model: str, optimizer: str, steps: int, ranks: int) -> float:
     """The median step of processes that run at once, each with its share of the batch."""
-    command = [sys.executable, str(SCRIPT), model, optimizer, str(steps), str(ranks)]
+    arguments = (model, optimizer, 10, steps, ranks)
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(ranks)
@@ -58,17 +63,23 @@ def milliseconds_of_shares(model: str, optimizer: str, steps: int, ranks: int) -
 def compare(model: str, optimizer: str, ranks: int, rounds: int) -> dict[str, Any]:
     """The median steps of both ways, and what instep and the shares take over plain Python."""
     ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(ranks)]}
-    first = milliseconds([], model, optimizer, FEWEST_STEPS)
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(SECONDS * 1000 / first)))
     found: dict[str, list[float]] = {name: [] for name in ways}
     shares: list[float] = []
+    alone = 0
+    per_step, _ = run([], model, optimizer, 10, FEWEST_STEPS)
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(SECONDS * 1000 / per_step)))
+    first = FIRST_STEPS + round(FIRST_SECONDS * 1000 / per_step)
     for _ in range(rounds):
         for name, way in ways.items():
-            found[name].append(milliseconds(way, model, optimizer, steps))
+            step, is_alone = run(way, model, optimizer, first, steps)
+            found[name].append(step)
+            alone += is_alone
         if model not in UNDIVIDED:
             shares.append(milliseconds_of_shares(model, optimizer, steps, ranks))
     return {
+        "first": first,
         "steps": steps,
+        "alone": f"{alone} of {rounds}",
         "shares_over_plain": ratios(shares, found["plain"]) if shares else None,
         "plain_ms": statistics.median(found["plain"]),
         "instep_ms": statistics.median(found["instep"]),

@@ -282,7 +282,7 @@ def run(
     [
         pytest.param(RUN, "0", "signal", id="instep run"),
         pytest.param(RUN, "2", "", id="workers"),
-        pytest.param(RUN, "0", "raise", id="raises"),
+        pytest.param(RUN, "0", "raise", id="raises", marks=pytest.mark.nightly),
         pytest.param(RUN, "0", "exit", id="exits", marks=pytest.mark.nightly),
         pytest.param(OPEN_MPI, "2", "signal", id="MPI", marks=components.needs("Open MPI")),
         pytest.param(TORCHRUN, "0", "", id="torchrun", marks=pytest.mark.nightly),

@@ -1,9 +1,9 @@
 """Trainings for one process that know nothing of instep: prints the median milliseconds of a step.
 
-    python same_cores.py MODEL sgd|adam STEPS [PARTS]
+    python same_cores.py MODEL sgd|adam FIRST STEPS [PARTS]
 
-The first ten steps are not timed. With PARTS a batch has that fraction of its rows: the share of
-one of so many ranks. The GNN and PPO ignore it.
+The FIRST steps are not timed. With PARTS a batch has that fraction of its rows: the share of one of
+so many ranks. The GNN and PPO ignore it.
 """
 
 import statistics
@@ -18,9 +18,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from models import Transformer, mlp, resnet18
 
-FIRST = 10
-name, kind, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-parts = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+name, kind, first, steps = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+parts = int(sys.argv[5]) if len(sys.argv) > 5 else 1
 torch.manual_seed(0)
 
 
@@ -257,8 +256,8 @@ def of_ppo():
 
 step = globals()[f"of_{name}"]()
 seconds = []
-for _ in range(FIRST + steps):
+for _ in range(first + steps):
     start = perf_counter()
     step()
     seconds.append(perf_counter() - start)
-print(1000 * statistics.median(seconds[FIRST:]))
+print(1000 * statistics.median(seconds[first:]))

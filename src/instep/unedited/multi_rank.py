@@ -34,7 +34,7 @@ from instep.process.procfs import boot_id
 from instep.process.torch_private import end_loader_workers
 from instep.process.tracebacks import format_error
 from instep.training.drift import non_finite
-from instep.training.drift.whole_gradients import StepCheck
+from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.data import loaders
 from instep.unedited.files import os_functions, write_access
@@ -177,6 +177,7 @@ class MultiRankSession:
         self._stop_sharing()
         patch_table.install_for_one_rank()
         loaders.stop_sharing()
+        note_backward(is_summed=False)
         interrupts.disconnect()
         launcher_env.unset_threads()
         cores.apply()

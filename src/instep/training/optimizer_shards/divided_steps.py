@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +55,17 @@ def step(
     if known is None:
         known = _steps_of[parameters[0]] = _DividedStep()
     return known.run(original, lists, options, get_transport())
+
+
+@dataclass
+class StepCounts:
+    """This rank's steps so far."""
+
+    divided: int = 0
+    """Those of which it has made its part."""
+
+
+step_counts = StepCounts()
 
 
 class _DividedStep:
@@ -102,6 +114,7 @@ class _DividedStep:
         if others := [steps[place] for place in of_others]:
             foreach_add_(others, 1)
         self.copy.publish()
+        step_counts.divided += 1
         return True
 
     def _may_move(self, columns: Sequence[Sequence[Tensor]], transport: Transport) -> bool:

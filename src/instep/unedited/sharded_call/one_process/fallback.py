@@ -13,6 +13,7 @@ import torch
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import on_all_ranks
+from instep.training.optimizer_shards.divided_steps import step_counts
 from instep.unedited.sharded_call.one_process.process_choice import Phase, ProcessChoice
 from instep.unedited.sharded_call.one_process.sequential import Cores, run_sequential
 
@@ -49,6 +50,7 @@ class Fallback:
         self._loads_apart, self._has_outputs, self._go_on = loads_apart, has_outputs, go_on
         self._cores: Cores | None = None
         self._start = self._waited = 0.0
+        self._divided_steps = step_counts.divided
 
     @property
     def computes_whole(self) -> bool:
@@ -93,6 +95,9 @@ class Fallback:
         """A `backward()` of the script has ended, in its main thread; `trials`: the calls that were
         compared or timed so far. Collective where something is due."""
         choice, transport = self._choice, get_transport()
+        if step_counts.divided != self._divided_steps:
+            self._divided_steps = step_counts.divided
+            choice.add_divided()
         choice.add_step(trials)
         if choice.phase is Phase.WHOLE:
             self._drain(transport)

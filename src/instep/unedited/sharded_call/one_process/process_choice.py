@@ -110,7 +110,7 @@ class ProcessChoice:
         self._calls[has_grad] += 1
 
     def add_divided(self) -> None:
-        """A call was divided."""
+        """A call was divided, or an optimizer's step."""
         self._last_divided = self._steps
 
     def add_step(self, trials: int) -> None:
