@@ -35,8 +35,8 @@ SECONDS = 2.0
 """Of the timed steps of one run, about."""
 MOST_STEPS, FEWEST_STEPS = 200, 8
 FIRST_STEPS, FIRST_SECONDS = 80, 1.5
-"""Steps that are not timed, and as many as take so long: by then instep has measured what to divide,
-and whether rank 0 is to go on alone."""
+"""Steps that are not timed, and as many as take so long: by then instep has measured what to
+divide, and whether rank 0 is to go on alone."""
 
 
 def run(way: list[str], *arguments: object) -> tuple[float, bool]:

@@ -15,16 +15,15 @@ import pytest
 import torch
 
 import components
-from instep.distributed.communication.transport import get_transport
 from instep.unedited.sharded_call.one_process.process_choice import (
     FIRST_MEASURE,
+    WARM_UP,
     WHOLE_STEPS,
     Phase,
     ProcessChoice,
 )
-from instep.unedited.sharded_call.one_process.sequential import Cores, run_sequential
-from pool import ranks
 
+NIGHTLY = pytest.mark.nightly
 RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
 OPEN_MPI = (
     *("mpirun.openmpi", "--allow-run-as-root", "--mca", "oob_tcp_if_include", "lo"),
@@ -58,7 +57,7 @@ def pair(choice: ProcessChoice, ratio: float, calls: Sequence[int] = (1, 1)) -> 
     assert choice.phase is Phase.WHOLE
     steps(choice, 2)
     choice.finish_drain()
-    assert choice.phase is Phase.SEQUENTIAL
+    assert choice.phase is Phase.ALONE
     while not choice.is_phase_over:
         steps(choice, 1, calls=calls[1])
     choice.finish_phase(ratio)
@@ -70,6 +69,8 @@ def measuring() -> ProcessChoice:
     while not choice.is_due:
         steps(choice, 1)
     choice.begin(is_possible=True)
+    steps(choice, WARM_UP)
+    assert choice.is_warmed_up
     steps(choice, 4)
     assert choice.is_phase_over
     choice.finish_phase(0.04)
@@ -88,8 +89,7 @@ def test_rank_0_goes_on_alone_where_that_takes_less_time(
         assert choice.is_measuring
         pair(choice, ratio)
     assert choice.is_for_one == is_for_one
-    assert choice.is_measured == is_for_one or len(ratios) == 3
-    assert choice.phase is (Phase.WHOLE if is_for_one else Phase.SHARED)
+    assert choice.phase is Phase.SHARED
     if not is_for_one:
         seen = choice._steps
         while not choice.is_due:
@@ -132,7 +132,6 @@ def test_where_nothing_is_divided_nothing_is_measured() -> None:
     assert not choice.is_for_one
     steps(choice, 1, divided=False)
     assert choice.is_for_one
-    assert not choice.is_measured
 
 
 def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() -> None:
@@ -148,41 +147,11 @@ def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() 
     while not choice.is_phase_over:
         steps(choice, 1)
     choice.finish_phase(1.0)
-    while not choice.is_drain_too_long():
+    while not choice.is_drain_too_long:
         steps(choice, 1)
     choice.stop()
     assert choice.phase is Phase.SHARED
     assert not choice.is_measuring
-
-
-# ------------------------------------------------------------------------------------ the turns
-
-
-def _in_turns(folder: str) -> tuple[int, bool]:
-    transport = get_transport()
-    cores = Cores.of_all(2, transport)
-    before = torch.get_num_threads(), os.sched_getaffinity(0)
-    file = Path(folder, "running")
-
-    def alone() -> int:
-        file.touch(exist_ok=False)  # nobody else is at work
-        file.unlink()
-        return torch.get_num_threads()
-
-    def fails() -> None:
-        raise KeyError(transport.rank)
-
-    seen, waited = run_sequential(alone, cores, transport)
-    with pytest.raises(KeyError, match=str(transport.rank)):
-        run_sequential(fails, cores, transport)
-    transport.barrier()
-    assert waited > 0
-    return seen, before == (torch.get_num_threads(), os.sched_getaffinity(0))
-
-
-@ranks(2)
-def test_ranks_take_turns_with_the_cores_of_all(tmp_path: Path) -> None:
-    assert _in_turns(str(tmp_path.parent)) == (2, True)
 
 
 # ----------------------------------------------------------------------------------- the script
@@ -282,10 +251,10 @@ def run(
     [
         pytest.param(RUN, "0", "signal", id="instep run"),
         pytest.param(RUN, "2", "", id="workers"),
-        pytest.param(RUN, "0", "raise", id="raises", marks=pytest.mark.nightly),
-        pytest.param(RUN, "0", "exit", id="exits", marks=pytest.mark.nightly),
+        pytest.param(RUN, "0", "raise", id="raises", marks=NIGHTLY),
+        pytest.param(RUN, "0", "exit", id="exits", marks=NIGHTLY),
         pytest.param(OPEN_MPI, "2", "signal", id="MPI", marks=components.needs("Open MPI")),
-        pytest.param(TORCHRUN, "0", "", id="torchrun", marks=pytest.mark.nightly),
+        pytest.param(TORCHRUN, "0", "", id="torchrun", marks=NIGHTLY),
     ],
 )
 def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
@@ -294,13 +263,8 @@ def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
     one = run(tmp_path / "one", [sys.executable], WHOLE, workers, end)
     several = run(tmp_path / "several", command, WHOLE, workers, end)
     assert "rank 0 goes on alone, with" in several.stderr, several.stderr
-    assert (
-        "had nothing that pays to be divided. The other ranks have ended. [INS717]"
-        in several.stderr
-    )
-    same = [line for line in several.stdout.splitlines() if "mpirun" not in line and line]
-    kept = [line for line in same if not line.startswith(("---", "Primary", "a non-zero"))]
-    assert kept[: len(one.stdout.split())] == [line for line in one.stdout.splitlines() if line]
+    assert "since nothing in its last 24 steps pays to be divided" in several.stderr
+    assert several.stdout == one.stdout
     if command is RUN:
         assert several.returncode == one.returncode
         assert several.stderr.count("ValueError: late") == (end == "raise")
@@ -317,20 +281,24 @@ def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
 
 
 MEASURED = """
-import sys
+import os, signal, subprocess, sys
 import torch
 from torch import nn
+from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.one_process.process_choice import Phase, ProcessChoice
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 
-ratio = float(sys.argv[2])
-seen = []
+ratio, event, stop = float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 finish = ProcessChoice.finish_phase
 def pretend(choice, seconds):
-    seen.append((choice.phase.name, torch.get_num_threads()))
-    finish(choice, ratio if choice.phase is Phase.SEQUENTIAL else 1.0)
+    print("phase", choice.phase.name, torch.get_num_threads(), file=sys.stderr)
+    finish(choice, ratio if choice.phase is Phase.ALONE else 1.0)
 ProcessChoice.finish_phase = pretend
 CallTuner.is_due = CallTuner.has_chosen_whole = property(lambda tuner: False)
+
+def is_ahead():
+    fallback = current_fallback()
+    return fallback is not None and fallback._choice.phase is Phase.ALONE
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -338,38 +306,57 @@ first = nn.Linear(8, 16, bias=False)
 model = nn.Sequential(first, nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 x, y = torch.randn(32, 8), torch.randint(3, (32,))
-kept = []
-for step in range(120):
+kept, caught = [], 0
+for step in range(stop):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x), y)
-    if len(sys.argv) > 3:
+    if event == "keeps graphs":
         kept.append(loss)
     loss.backward()
     optimizer.step()
-    if step % 10 == 0:
-        print(step, f"{loss.item():.10f}")
-print(sorted({*seen}) if len(sys.argv) < 5 else "", file=sys.stderr)
+    if is_ahead() and event == "ends":
+        break
+    if is_ahead() and event == "runs a command":
+        subprocess.run(["true"], check=True)
+    if is_ahead() and event == "is interrupted":
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                caught += 1
+        except KeyboardInterrupt:
+            pass
+print(f"{loss.item():.10f}")
 torch.save([model.state_dict(), optimizer.state_dict()["state"][0]], sys.argv[1] + "/model.pt")
+print(step + 1, file=sys.stderr)
 """
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("ratio", "arguments", "is_alone"),
+    ("ranks", "ratio", "event", "why"),
     [
-        pytest.param("0.5", (), True, id="faster alone"),
-        pytest.param("1.1", (), False, id="faster together"),
-        pytest.param("0.5", ("kept",), False, id="keeps graphs", marks=pytest.mark.nightly),
+        pytest.param("2", "0.5", "", "which takes less time", id="faster alone"),
+        pytest.param("3", "1.1", "", None, id="faster together"),
+        pytest.param("2", "0.5", "keeps graphs", None, id="keeps graphs", marks=NIGHTLY),
+        pytest.param("2", "1.1", "ends", None, id="ends meanwhile"),
+        pytest.param("2", "1.1", "runs a command", "since it has made", id="runs a command"),
+        pytest.param("3", "1.1", "is interrupted", "since it has made", id="is interrupted"),
     ],
 )
 def test_ranks_that_take_more_time_than_one_process_end(
-    tmp_path: Path, ratio: str, arguments: tuple[str, ...], is_alone: bool
+    tmp_path: Path, ranks: str, ratio: str, event: str, why: str | None
 ) -> None:
-    one = run(tmp_path / "one", [sys.executable], MEASURED, ratio, *arguments)
-    several = run(tmp_path / "several", RUN, MEASURED, ratio, *arguments)
+    command = (*RUN[:-1], ranks)
+    several = run(tmp_path / "several", command, MEASURED, ratio, event, "120")
     assert several.returncode == 0, several.stderr
-    assert ("which takes less time than 2 ranks do together" in several.stderr) == is_alone
-    assert ("SEQUENTIAL" in several.stderr) == (not arguments)
+    threads = len(os.sched_getaffinity(0))
+    assert (f"rank 0 goes on alone, with {threads} threads, {why}" in several.stderr) == (
+        why is not None
+    )
+    assert several.stderr.count("INS717") == (why is not None)
+    assert ("phase ALONE" in several.stderr) == (not event)
+    stop = several.stderr.split()[-1]
+    one = run(tmp_path / "one", [sys.executable], MEASURED, ratio, event, stop)
     assert several.stdout == one.stdout
     model, expected = (
         torch.load(tmp_path / which / "files/model.pt") for which in ("several", "one")

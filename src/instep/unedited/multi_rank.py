@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,9 +47,13 @@ from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
-from instep.unedited.sharded_call.one_process.fallback import Fallback, set_fallback
-from instep.unedited.sharded_call.one_process.process_choice import WHOLE_STEPS
-from instep.unedited.sharded_call.one_process.sequential import Cores
+from instep.unedited.sharded_call.one_process.cores import Cores
+from instep.unedited.sharded_call.one_process.fallback import (
+    Fallback,
+    abandon_others,
+    may_interrupt,
+    set_fallback,
+)
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward, region
@@ -124,14 +129,9 @@ class MultiRankSession:
         non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook
         if _may_be_left_alone(self.world):
-            set_fallback(
-                Fallback(
-                    self._threads,
-                    loads_apart=loaders.is_loading_shared,
-                    has_outputs=lambda: region.has_regions() or has_sharded_outputs(),
-                    go_on=self._leave_to_rank0,
-                )
-            )
+            set_fallback(Fallback(self._threads, self))
+            self._relay.before_waiting = abandon_others
+            interrupts.set_listener(may_interrupt)
 
     def _begin(self) -> None:
         """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
@@ -167,7 +167,19 @@ class MultiRankSession:
         seeds.take_from_rank0(None)
         os_functions.set_files(None)
 
-    def _leave_to_rank0(self, cores: Cores, is_measured: bool) -> None:
+    def has_outputs(self) -> bool:
+        """As ScriptRanks has it."""
+        return region.has_regions() or has_sharded_outputs()
+
+    def is_loading_shared(self) -> bool:
+        """As ScriptRanks has it."""
+        return loaders.is_loading_shared()
+
+    def tell(self, verdict: Callable[[], str]) -> str:
+        """As ScriptRanks has it."""
+        return self._relay.channel("one process").run_on_rank0("steps of rank 0", verdict)
+
+    def leave_to_rank0(self, cores: Cores, why: str) -> None:
         """Rank 0 goes on as the only process of the job, with these cores. The other ranks end,
         without what the script has registered for its end. Collective."""
         self._is_alone = True
@@ -182,14 +194,10 @@ class MultiRankSession:
         launcher_env.unset_threads()
         cores.apply()
         threads = "1 thread" if cores.threads == 1 else f"{cores.threads} threads"
-        why = (
-            f"which takes less time than {self.world.size} ranks do together"
-            if is_measured
-            else f"since its last {WHOLE_STEPS} steps had nothing that pays to be divided"
-        )
-        print_line(
-            f"rank 0 goes on alone, with {threads}, {why}. The other ranks have ended. [INS717]"
-        )
+        if why:
+            print_line(
+                f"rank 0 goes on alone, with {threads}, {why}. The other ranks have ended. [INS717]"
+            )
 
     def _end_now(self) -> NoReturn:
         """End this rank, of which nothing is needed any more."""
@@ -241,6 +249,7 @@ class MultiRankSession:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""
         if self._has_failed or not self._installed or os.getpid() != self._process:
             return
+        abandon_others("")
         if self._is_alone:
             client.announce_exit()
             return

@@ -53,6 +53,8 @@ class Relay:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._channels: dict[str, Relay] = {}
+        self.before_waiting: Callable[[], None] = lambda: None
+        """Called on rank 0, in an operation for which it waits for the others."""
 
     def close(self) -> None:
         """Release the store: from now on every rank does everything by itself."""
@@ -115,6 +117,11 @@ class Relay:
         Raises DisagreementError if rank 0 does something else, and UneditedError if the value does
         not pickle.
         """
+        if self._rank == 0 and (wait_first or sync is not None):
+            self.before_waiting()
+            if self._process == -1:  # closed: there are no others any more
+                with rank_local():
+                    return function()
         with self._lock:
             self._number += 1
             step = f"{self._number}/"

@@ -51,6 +51,7 @@ _since = 0.0
 """The time when this rank was interrupted, or learned that another was; 0: not yet."""
 _handler: Any = signal.default_int_handler
 """The handler that an interrupt calls in the end: Python's, or the script's."""
+_listener: Callable[[], bool] | None = None
 
 
 class PendingInterrupt:
@@ -88,6 +89,13 @@ def disconnect() -> None:
     _send = None
     if _pending is not None:
         _pending.decided.set()
+
+
+def set_listener(listener: Callable[[], bool]) -> None:
+    """Call `listener()` before the handler of an interrupt, which is not called if it returns
+    False."""
+    global _listener
+    _listener = listener
 
 
 def count_collective() -> None:
@@ -191,6 +199,8 @@ def _interrupt(frame: FrameType | None) -> None:
 
 
 def _call_handler(frame: FrameType | None) -> None:
+    if _listener is not None and not _listener():
+        return
     if callable(_handler):
         _handler(signal.SIGINT, frame)
     elif _handler == signal.SIG_DFL:

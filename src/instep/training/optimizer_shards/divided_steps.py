@@ -8,7 +8,8 @@ schedulers, `optimizer.state`, `state_dict()`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def step(
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
     if len(parameters) < len(lists[0]) or not are_many(parameters):
         return False
-    if is_rank_local() or settings.is_bitwise():
+    if _is_paused or is_rank_local() or settings.is_bitwise():
         return False
     known: _DividedStep | None = _steps_of.get(parameters[0])
     if known is None:
@@ -66,6 +67,21 @@ class StepCounts:
 
 
 step_counts = StepCounts()
+_is_paused = False
+
+
+@contextmanager
+def pausing_steps() -> Iterator[None]:
+    """Inside, this rank makes whole steps. Afterwards it shares them again, once the other ranks
+    have made the same ones."""
+    global _is_paused
+    _is_paused = True
+    try:
+        yield
+    finally:
+        _is_paused = False
+        for each in _steps_of.values():
+            each.copy.expect_writes()
 
 
 class _DividedStep:

@@ -111,6 +111,10 @@ class HostCopy:
         pairs = zip(self.places, self._bounds, strict=True) if tensors else ()
         return [flatten(tensors[place])[start:stop] for place, (start, stop) in pairs]
 
+    def expect_writes(self) -> None:
+        """What all ranks write before the next step does not count among the script's writes."""
+        self._writes += 1
+
     def publish(self) -> None:
         """Return when all ranks have changed their parts."""
         assert self._transport is not None

@@ -17,7 +17,7 @@ from instep.process.torch_private import is_in_forward_ad, peek_interpreter_stac
 from instep.training.draws.kernels import release_if_idle
 from instep.unedited.sharded_call import counting
 from instep.unedited.sharded_call.counting import call_counts
-from instep.unedited.sharded_call.one_process.fallback import Fallback, current_fallback
+from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.outermost_call import call_outermost, sharding_parts
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -58,7 +58,9 @@ def module_call(original: Function) -> Function:
             if fallback.is_measuring:
                 fallback.add_call()
             if fallback.computes_whole:
-                return _run_for_fallback(fallback, original, module, args, kwargs)
+                call_counts.whole += 1
+                with call_state.calling():
+                    return original(module, *args, **kwargs)
         if (known := whole_calls.find(module, args, kwargs)) is not None:
             return _run_known_whole(known, original, module, args, kwargs)
         return _call_unknown(original, module, args, kwargs)
@@ -82,20 +84,6 @@ def _call_unknown(
     name = "forward" if torch.is_grad_enabled() else "evaluation"
     with call_state.calling(), ignore_grad_warnings(call.parts), phase(name):
         return call_outermost(call, ShardGroup.of(get_transport()))
-
-
-def _run_for_fallback(
-    fallback: Fallback,
-    original: Function,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """A call that is whole whatever its module computes, as rank 0 is about to go on alone or that
-    is being timed. Collective."""
-    call_counts.whole += 1
-    with call_state.calling():
-        return fallback.run(lambda: original(module, *args, **kwargs))
 
 
 def _run_known_whole(

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from time import perf_counter
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 
+from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
-from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import on_all_ranks
-from instep.training.optimizer_shards.divided_steps import step_counts
-from instep.unedited.sharded_call.one_process.process_choice import Phase, ProcessChoice
-from instep.unedited.sharded_call.one_process.sequential import Cores, run_sequential
-
-T = TypeVar("T")
+from instep.training.optimizer_shards.divided_steps import pausing_steps, step_counts
+from instep.unedited.sharded_call.one_process.cores import Cores
+from instep.unedited.sharded_call.one_process.process_choice import (
+    WHOLE_STEPS,
+    Phase,
+    ProcessChoice,
+)
 
 _MOST_RANKS = 8
-"""More would wait for too long for each other's turns."""
+"""More would wait for too long for each other."""
+_NOTHING_DIVIDED = f"since nothing in its last {WHOLE_STEPS} steps pays to be divided"
+_TAKES_LESS = "which takes less time than all ranks do together"
+_AHEAD = "since it has made steps that the other ranks have not"
+_END, _CATCH_UP = "end", "catch up"
+"""What rank 0 tells the others after it has made steps alone."""
+
+
+class ScriptRanks(Protocol):
+    """What the ranks of a script share beside the calls."""
+
+    def has_outputs(self) -> bool:
+        """Whether there are graphs or outputs of divided calls, which need all ranks."""
+
+    def is_loading_shared(self) -> bool:
+        """Whether the ranks share the loading of data, or a loader in use has rows of other ranks
+        still to come."""
+
+    def tell(self, verdict: Callable[[], str]) -> str:
+        """`verdict()` of rank 0, for which the other ranks wait."""
+
+    def leave_to_rank0(self, cores: Cores, why: str) -> None:
+        """Let rank 0 go on alone with these cores, and say why unless that is empty; on the other
+        ranks it does not return. Collective."""
 
 
 class Fallback:
@@ -28,39 +54,25 @@ class Fallback:
 
     Args:
         threads: the threads of PyTorch's operations that a process alone on this host would use.
-        loads_apart: whether the ranks share the loading of data, or a loader in use has rows of
-            other ranks still to come.
-        has_outputs: whether there are graphs or outputs of divided calls, which need all ranks.
-        go_on: called on all ranks with the cores of all, and whether it was measured. Rank 0 then
-            goes on alone; on the other ranks it does not return.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        *,
-        loads_apart: Callable[[], bool],
-        has_outputs: Callable[[], bool],
-        go_on: Callable[[Cores, bool], None],
-    ) -> None:
-        size = get_transport().size
-        gains = threads > torch.get_num_threads()
-        self._choice = ProcessChoice(can_measure=gains and 1 < size <= _MOST_RANKS)
-        self._threads, self._threads_before = threads, torch.get_num_threads()
-        self._loads_apart, self._has_outputs, self._go_on = loads_apart, has_outputs, go_on
-        self._cores: Cores | None = None
-        self._start = self._waited = 0.0
+    def __init__(self, threads: int, ranks: ScriptRanks) -> None:
+        self._ranks, self._transport = ranks, get_transport()
+        size, before = self._transport.size, torch.get_num_threads()
+        can_measure = threads > before and size <= _MOST_RANKS
+        self._choice = ProcessChoice(size, can_measure=can_measure)
+        self._threads, self._threads_before = threads, before
+        self._start = 0.0
         self._divided_steps = step_counts.divided
+        self._turn = ExitStack()
+        """Of the steps that this rank makes alone."""
+        self._cores: Cores | None = None
+        self._is_waiting = False
 
     @property
     def computes_whole(self) -> bool:
-        """Whether outermost calls are computed whole now, by `run`."""
+        """Whether outermost calls are computed whole now."""
         return self._choice.phase is not Phase.SHARED
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether the ranks compute one after the other now."""
-        return self._choice.phase is Phase.SEQUENTIAL
 
     @property
     def is_measuring(self) -> bool:
@@ -75,73 +87,105 @@ class Fallback:
         """A call was divided."""
         self._choice.add_divided()
 
-    def run(self, function: Callable[[], T]) -> T:
-        """`function()`, a whole call or its backward; in turns, if these are timed. Collective."""
-        if not self.is_sequential:
-            return function()
-        assert self._cores is not None
-        value, waited = run_sequential(function, self._cores, get_transport())
-        self._waited += waited
-        return value
-
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """What runs inside would not be done by one process."""
-        start = perf_counter()
-        yield
-        self._waited += perf_counter() - start
-
     def end_backward(self, trials: int) -> None:
         """A `backward()` of the script has ended, in its main thread; `trials`: the calls that were
         compared or timed so far. Collective where something is due."""
-        choice, transport = self._choice, get_transport()
+        choice = self._choice
         if step_counts.divided != self._divided_steps:
             self._divided_steps = step_counts.divided
             choice.add_divided()
         choice.add_step(trials)
         if choice.phase is Phase.WHOLE:
-            self._drain(transport)
+            self._drain()
+        elif choice.is_warmed_up:
+            self._start_clock()
+        elif choice.is_phase_over and choice.phase is Phase.ALONE:
+            self._end_turn()
         elif choice.is_phase_over:
-            choice.finish_phase(self._exchange_seconds(transport))
-            self._start_clock(transport)
+            seconds = torch.tensor([perf_counter() - self._start], dtype=torch.float64)
+            choice.finish_phase(max(map(float, self._transport.all_gather(seconds))))
         elif choice.is_due:
-            choice.begin(is_possible=on_all_ranks(not self._loads_apart(), transport))
-            if choice.is_measuring:
-                self._start_clock(transport)
+            choice.begin(is_possible=not self._on_any_rank(self._ranks.is_loading_shared()))
 
-    def _drain(self, transport: Transport) -> None:
-        """Go on to what follows the phase WHOLE, if all ranks can."""
+    def abandon(self, why: str = _AHEAD) -> None:
+        """Rank 0 waits for others, or is interrupted or at its end: it goes on alone if it has made
+        steps that they have not made."""
+        if self._choice.phase is Phase.ALONE and self._transport.rank == 0:
+            self._turn.close()
+            self._leave(why)
+
+    def may_interrupt(self) -> bool:
+        """Whether an interrupt reaches the script of this rank now, before which rank 0 abandons
+        the others. A rank that waits for rank 0 will end or do what rank 0 has done."""
+        self.abandon()
+        return not self._is_waiting
+
+    def _drain(self) -> None:
+        """Go on to what follows the phase WHOLE, if all ranks can. Collective."""
         choice = self._choice
-        if choice.is_drain_too_long():
+        if choice.is_drain_too_long:
             choice.stop()
             return
         if choice.drain_steps.bit_count() > 1:  # each look costs a message
             return
-        is_free = not self._has_outputs() and not (choice.is_for_one and self._loads_apart())
-        if not on_all_ranks(is_free, transport):
+        is_bound = self._ranks.has_outputs()
+        is_bound |= choice.is_for_one and self._ranks.is_loading_shared()
+        if self._on_any_rank(is_bound):
             return
-        if choice.is_for_one:
-            self._go_on(self._all_cores(transport), choice.is_measured)
-            return
-        self._cores = self._all_cores(transport)
-        choice.finish_drain()
-        self._start_clock(transport)
-
-    def _all_cores(self, transport: Transport) -> Cores:
         threads = torch.get_num_threads()
         if threads == self._threads_before:  # the script has not set it
             threads = self._threads
-        return Cores.of_all(threads, transport)
+        self._cores = Cores.of_all(threads, self._transport)
+        if choice.is_for_one:
+            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED)
+            return
+        choice.finish_drain()
+        self._begin_turn()
 
-    def _start_clock(self, transport: Transport) -> None:
-        transport.barrier()
-        self._start, self._waited = perf_counter(), 0.0
+    def _begin_turn(self) -> None:
+        """Begin the steps that this rank makes alone, after those of the ranks before it."""
+        transport = self._transport
+        self._is_waiting = transport.rank > 0
+        if self._is_waiting and self._ranks.tell(lambda: "") == _END:
+            self._leave(_TAKES_LESS)
+        self._is_waiting = False
+        if transport.rank > 1:
+            transport.recv_object(transport.rank - 1)
+        assert self._cores is not None
+        self._turn.enter_context(use_transport(LocalTransport()))
+        self._turn.enter_context(pausing_steps())
+        self._turn.enter_context(self._cores.applied())
 
-    def _exchange_seconds(self, transport: Transport) -> float:
-        """What the phase took: rank 0 by itself in turns, else the slowest rank."""
-        mine = torch.tensor([perf_counter() - self._start - self._waited], dtype=torch.float64)
-        seconds = [float(each) for each in transport.all_gather(mine)]
-        return seconds[0] if self.is_sequential else max(seconds)
+    def _end_turn(self) -> None:
+        """This rank has made its steps alone. Collective, unless rank 0 goes on so."""
+        transport, choice = self._transport, self._choice
+        seconds = perf_counter() - self._start
+        self._turn.close()
+        if transport.rank == 0:
+            choice.finish_phase(seconds)
+            if choice.is_for_one:
+                self._leave(_TAKES_LESS)
+                return
+            self._ranks.tell(lambda: _CATCH_UP)
+        elif transport.rank + 1 < transport.size:
+            transport.send_object(None, transport.rank + 1)
+        seconds = transport.broadcast_object(seconds, 0)
+        if transport.rank != 0:
+            choice.finish_phase(seconds)
+
+    def _leave(self, why: str) -> None:
+        if self._transport.rank == 0:
+            self._ranks.tell(lambda: _END)
+        assert self._cores is not None
+        self._ranks.leave_to_rank0(self._cores, why)
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        return not on_all_ranks(not condition, self._transport)
+
+    def _start_clock(self) -> None:
+        if self._choice.phase is Phase.SHARED:
+            self._transport.barrier()
+        self._start = perf_counter()
 
 
 _current: list[Fallback] = []
@@ -158,3 +202,14 @@ def current_fallback() -> Fallback | None:
     if not _current or threading.current_thread() is not threading.main_thread():
         return None
     return None if is_rank_local() else _current[0]
+
+
+def abandon_others(why: str = _AHEAD) -> None:
+    """See `Fallback.abandon`; for any place of the script."""
+    for fallback in _current:
+        fallback.abandon(why)
+
+
+def may_interrupt() -> bool:
+    """See `Fallback.may_interrupt`; for any place of the script."""
+    return all(fallback.may_interrupt() for fallback in _current)

@@ -2,8 +2,8 @@
 
 On a CPU one process uses all cores already. So ranks for each of these cores gain where smaller
 parts keep their data in the caches, and lose where each reads all parameters for fewer rows. It is
-measured: the ranks compute some steps as before, then some of them whole, one rank after the other
-and each with all cores, and so on in turns.
+measured: some steps as they are, then as many that rank 0 makes alone while the others wait, who
+catch up afterwards; and so on in turns.
 
 All ranks give their choice the same numbers in the same order, so they choose alike.
 """
@@ -20,10 +20,14 @@ WHOLE_STEPS = 24
 """Where nothing was divided in so many steps, there is nothing to be measured."""
 FIRST_MEASURE = 16
 """Steps before the first measurement."""
+WARM_UP = 2
+"""Steps at the start of a phase that are not timed."""
 _SETTLED = 8
 """Steps without a comparison or a timed call, before a measurement."""
 _FEWEST, _SECONDS = 4, 0.1
-"""The least number of steps in a phase, and about how long it takes."""
+"""The least number of timed steps in a phase, and about how long they take."""
+_MOST_SECONDS = 20.0
+"""Longer the other ranks are not to wait: nothing is measured where steps take so long."""
 _PAIRS, _MAX_PAIRS = 3, 8
 """Of phases: those that count, and those that are tried."""
 MARGIN = 0.95
@@ -41,8 +45,8 @@ class Phase(Enum):
     """As it is decided for each."""
     WHOLE = auto()
     """Whole on every rank, until no graph and no output of a divided call is left."""
-    SEQUENTIAL = auto()
-    """Whole on one rank after the other."""
+    ALONE = auto()
+    """Whole on rank 0, as if there were no other rank, and then on each of the others."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class _PhaseSample:
 class ProcessChoice:
     """The choice for one script. A step is what ends with a `backward()`."""
 
+    ranks: int = 2
     can_measure: bool = True
     """Whether it can be measured: not where rank 0 alone would have no more cores."""
     phase: Phase = Phase.SHARED
@@ -69,7 +74,7 @@ class ProcessChoice:
     _trials: int = 0
     _next: int = FIRST_MEASURE
     _length: int = 0
-    """Steps of the phase under way; 0: none is timed."""
+    """Timed steps of the phase under way; 0: none is timed."""
     _is_calibrating: bool = False
     _in_phase: int = 0
     _calls: Counter[bool] = field(default_factory=Counter)
@@ -96,14 +101,25 @@ class ProcessChoice:
         )
 
     @property
+    def is_warmed_up(self) -> bool:
+        """Whether the time of a phase begins now."""
+        return self._length > 0 and self._in_phase == WARM_UP
+
+    @property
     def is_phase_over(self) -> bool:
         """Whether the steps of a timed phase are complete: see `finish_phase`."""
-        return 0 < self._length <= self._in_phase and self.phase is not Phase.WHOLE
+        is_timed = self._length > 0 and self.phase is not Phase.WHOLE
+        return is_timed and self._in_phase >= WARM_UP + self._length
 
     @property
     def drain_steps(self) -> int:
         """How many steps the phase WHOLE has lasted."""
         return self._in_phase if self.phase is Phase.WHOLE else 0
+
+    @property
+    def is_drain_too_long(self) -> bool:
+        """Whether a script seems to keep outputs of divided calls."""
+        return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
 
     def add_call(self, *, has_grad: bool) -> None:
         """An outermost call begins, with gradients enabled or not."""
@@ -133,13 +149,9 @@ class ProcessChoice:
         self._begin_phase(Phase.SHARED)
 
     def finish_phase(self, seconds: float) -> None:
-        """End a phase that is over, of so many seconds; SEQUENTIAL: of rank 0, without the turns of
-        others."""
+        """End a phase that is over, whose timed steps took so long; ALONE: on rank 0."""
         if self._is_calibrating:
-            steps = _SECONDS / max(seconds, 1e-6) * self._length
-            self._length = max(_FEWEST, 2 * math.ceil(steps / 2))
-            self._is_calibrating = False
-            self._begin_phase(Phase.SHARED)
+            self._calibrate(seconds)
             return
         sample = _PhaseSample(seconds, self._calls, self._has_trial)
         if self.phase is Phase.SHARED:
@@ -156,22 +168,21 @@ class ProcessChoice:
             self.stop()
         elif len(self._ratios) == _PAIRS and median(self._ratios) < MARGIN:
             self._length, self.is_for_one = 0, True
-            self._begin_phase(Phase.WHOLE)
         elif len(self._ratios) == _PAIRS or self._pairs == _MAX_PAIRS:
             self.stop()
 
+    def _calibrate(self, seconds: float) -> None:
+        """Choose the number of steps of a phase, by what the first ones took."""
+        per_step = max(seconds, 1e-6) / self._length
+        self._length = max(_FEWEST, 2 * math.ceil(_SECONDS / per_step / 2))
+        self._is_calibrating = False
+        self._begin_phase(Phase.SHARED)
+        if self.ranks * (self._length + WARM_UP) * per_step > _MOST_SECONDS:
+            self.stop()
+
     def finish_drain(self) -> None:
-        """Nothing is left of divided calls: the ranks begin to take turns."""
-        self._begin_phase(Phase.SEQUENTIAL)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the last choice was made by what the ranks took."""
-        return len(self._ratios) == _PAIRS
-
-    def is_drain_too_long(self) -> bool:
-        """Whether a script seems to keep outputs of divided calls."""
-        return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
+        """Nothing is left of divided calls: rank 0 begins its steps."""
+        self._begin_phase(Phase.ALONE)
 
     def stop(self) -> None:
         """Go on sharing the calls, and measure again after ten times as many steps."""

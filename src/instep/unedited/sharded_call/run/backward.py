@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
@@ -21,16 +20,11 @@ from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
 from instep.training.pytree import find_tensors
-from instep.unedited.sharded_call.one_process.fallback import Fallback, current_fallback
+from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
-from instep.unedited.sharded_call.run.region import (
-    call_state,
-    find_regions,
-    find_whole_leaves,
-    has_regions,
-)
+from instep.unedited.sharded_call.run.region import call_state, find_regions, has_regions
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 from instep.unedited.sharded_call.run.whole_state import broadcast_whole_part, note_nested
@@ -69,38 +63,14 @@ def backward(
         note_nested(roots)
         original(tensors, *rest)
         return
+    _run(partial(original, tensors, *rest), roots, create_graph, inputs)
     fallback = None if call_state.inside or call_state.whole_depth else current_fallback()
-    run = partial(original, tensors, *rest)
-    if (
-        fallback is not None
-        and fallback.is_sequential
-        and not (has_regions() and find_regions(roots))
-    ):
-        _run_sequential(run, roots, inputs, fallback)
-    else:
-        _run_together(run, roots, create_graph, inputs)
     if fallback is not None:
         fallback.end_backward(decision_counts.trials)
 
 
-def _run_sequential(
-    run: Callable[[], None], roots: Sequence[Tensor], inputs: Any, fallback: Fallback
-) -> None:
-    """A backward through calls that every rank computes whole, on one rank after the other. Then
-    the gradients are rank 0's: with other threads they may have other bits on each."""
-    note_backward(is_summed=False)
-    with fallback.excluded():
-        leaves = find_whole_leaves(roots) if inputs is None else find_tensors(inputs)
-    fallback.run(run)
-    with fallback.excluded():
-        grads = {id(grad): grad for leaf in leaves if (grad := leaf.grad) is not None}
-        broadcast_coalesced([grad for grad in grads.values() if grad.layout is torch.strided])
-
-
-def _run_together(
-    run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any
-) -> None:
-    """A backward of all ranks, which sum the gradients of divided calls."""
+def _run(run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any) -> None:
+    """`run()`, a backward from these roots; the ranks sum the gradients of divided calls."""
     start = start_backward()
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []

@@ -1,25 +1,20 @@
-"""Work that each rank does in its turn, with the cores of all ranks of the host."""
+"""The cores of all ranks of a host, for one of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from time import perf_counter
-from typing import TypeVar
 
 import torch
 
-from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import Transport
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Cores:
-    """What a process may use that is alone on its host."""
+    """What a process uses of its host."""
 
     threads: int
     """Of PyTorch's operations."""
@@ -49,30 +44,3 @@ class Cores:
             yield
         finally:
             own.apply()
-
-
-def run_sequential(
-    function: Callable[[], T], cores: Cores, transport: Transport
-) -> tuple[T, float]:
-    """`function()` on one rank after the other, each with these cores. Collective.
-
-    Returns its value, and the seconds for which this rank has waited for others. Raises what
-    `function` raises on this rank, after all turns.
-    """
-    value: list[T] = []
-    error: Exception | None = None
-    waited = 0.0
-    for rank in range(transport.size):
-        start = perf_counter()
-        if rank == transport.rank:
-            try:
-                with rank_local(), cores.applied():
-                    value.append(function())
-            except Exception as raised:
-                error = raised
-        transport.barrier()
-        if rank != transport.rank:
-            waited += perf_counter() - start
-    if error is not None:
-        raise error
-    return value[0], waited
