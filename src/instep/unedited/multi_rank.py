@@ -20,12 +20,11 @@ from time import monotonic
 from types import TracebackType
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
-from instep.distributed.identity import launchers, torch_devices
+from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client, interrupts
@@ -47,10 +46,14 @@ from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
-from instep.unedited.sharded_call.one_process.cores import Cores
+from instep.unedited.sharded_call.one_process.cores import (
+    Cores,
+    can_use_one_process,
+    threads_of_one_process,
+)
 from instep.unedited.sharded_call.one_process.fallback import (
     Fallback,
-    abandon_others,
+    leave_others,
     may_interrupt,
     set_fallback,
 )
@@ -103,7 +106,7 @@ class MultiRankSession:
         if launchers.FAILURE_FILE in os.environ:
             write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         write_access.allow(*self._directories.writable())
-        self._threads = _threads_of_one_process(self.world)
+        self._threads = threads_of_one_process(self.world)
         self._started = monotonic()
         self.has_begun = False
         """Whether the ranks share work already, so that the script cannot opt out any more."""
@@ -128,9 +131,9 @@ class MultiRankSession:
         self._streams.install()
         non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook
-        if _may_be_left_alone(self.world):
+        if can_use_one_process(self.world):
             set_fallback(Fallback(self._threads, self))
-            self._relay.before_waiting = abandon_others
+            self._relay.before_waiting = leave_others
             interrupts.set_listener(may_interrupt)
 
     def _begin(self) -> None:
@@ -249,7 +252,7 @@ class MultiRankSession:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""
         if self._has_failed or not self._installed or os.getpid() != self._process:
             return
-        abandon_others("")
+        leave_others("")
         if self._is_alone:
             client.announce_exit()
             return
@@ -286,28 +289,6 @@ class MultiRankSession:
             self._streams.restore()
         if reports:
             self._excepthook_before(type_, error, frames)
-
-
-def _may_be_left_alone(world: World) -> bool:
-    """Whether rank 0 may turn out to take less time alone: where one process can use the cores of
-    all ranks, and what the script does may be decided by time."""
-    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
-    return (
-        world.one_host
-        and by_time
-        and not str(settings.CHECKPOINT)
-        and torch_devices.own_device().type == "cpu"
-    )
-
-
-def _threads_of_one_process(world: World) -> int:
-    """The threads of PyTorch's operations that this process would use if it were alone."""
-    threads = torch.get_num_threads()
-    if launchers.HOST_CORES in os.environ:
-        return int(os.environ[launchers.HOST_CORES])
-    if "OMP_NUM_THREADS" in os.environ:
-        return threads
-    return min(threads * world.size, os.cpu_count() or 1)
 
 
 def _show_nothing(line: str) -> None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from instep.distributed.communication.transport import Transport
+from instep.distributed.identity import launchers, torch_devices
+from instep.distributed.identity.world import World
+from instep.process import settings
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,25 @@ class Cores:
             yield
         finally:
             own.apply()
+
+
+def can_use_one_process(world: World) -> bool:
+    """Whether rank 0 may turn out to take less time alone: where one process can use the cores of
+    all ranks, and what the script does may be decided by time."""
+    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
+    return (
+        world.one_host
+        and by_time
+        and not str(settings.CHECKPOINT)
+        and torch_devices.own_device().type == "cpu"
+    )
+
+
+def threads_of_one_process(world: World) -> int:
+    """The threads of PyTorch's operations that this process would use alone on its host."""
+    threads = torch.get_num_threads()
+    if launchers.HOST_CORES in os.environ:
+        return int(os.environ[launchers.HOST_CORES])
+    if "OMP_NUM_THREADS" in os.environ:
+        return threads
+    return min(threads * world.size, os.cpu_count() or 1)
