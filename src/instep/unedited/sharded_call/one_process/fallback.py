@@ -107,7 +107,7 @@ class Fallback:
         elif choice.is_due:
             choice.begin(is_possible=not self._on_any_rank(self._ranks.is_loading_shared()))
 
-    def leave_if_ahead(self, why: str = _AHEAD) -> None:
+    def leave_others(self, why: str = _AHEAD) -> None:
         """Rank 0 waits for others, or is interrupted or at its end: it goes on alone if it has made
         steps that they have not made."""
         if self._choice.phase is Phase.ALONE and self._transport.rank == 0:
@@ -117,7 +117,7 @@ class Fallback:
     def may_interrupt(self) -> bool:
         """Whether an interrupt reaches the script of this rank now, before which rank 0 leaves the
         others. A rank that waits for rank 0 will end or do what rank 0 has done."""
-        self.leave_if_ahead()
+        self.leave_others()
         return not self._is_waiting
 
     def _drain(self) -> None:
@@ -205,9 +205,9 @@ def current_fallback() -> Fallback | None:
 
 
 def leave_others(why: str = _AHEAD) -> None:
-    """See `Fallback.leave_if_ahead`; for any place of the script."""
+    """See `Fallback.leave_others`; for any place of the script."""
     for fallback in _current:
-        fallback.leave_if_ahead(why)
+        fallback.leave_others(why)
 
 
 def may_interrupt() -> bool:
