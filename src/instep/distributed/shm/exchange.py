@@ -21,17 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from instep.distributed.shm.memory.mapping import round_up
 from instep.distributed.shm.memory.peer_memory import PeerMemory, allow_siblings, can_read
 from instep.distributed.shm.memory.peers import Peer
-from instep.distributed.shm.memory.reduction import (
-    Reduction,
-    buffer_count,
-    find_reduction,
-    reduce_into,
-)
+from instep.distributed.shm.memory.reduction import Reduction, buffer_count, reduce_into
 from instep.distributed.shm.memory.signals import (
     BYTES_PER_RANK,
     CollectiveSignature,
@@ -40,6 +34,7 @@ from instep.distributed.shm.memory.signals import (
 )
 from instep.distributed.shm.memory.staging import BUFFERS, Staging
 
+_COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
 _PART_BYTES = 1 << 20
 _ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
 _SMALLEST_PART_BYTES = 64 << 10
@@ -102,15 +97,13 @@ class Exchange:
         probe = torch.tensor([self.rank], device="cpu")
         addresses = self._publish_addresses([probe], signature_of("peer memory"), None)
         fine = can_read(memory, [of_rank[0] for of_rank in addresses], range(self.size))
-        self.peer_memory = memory if self._on_all_ranks(fine, None) else None
+        self.peer_memory = memory if self.count_ranks(fine) == self.size else None
 
-    def _on_all_ranks(self, condition: bool, timeout: timedelta | None) -> bool:
-        """Whether it is true on all ranks, which have come here. Collective."""
-        agreed = torch.tensor([int(condition)], dtype=torch.int32, device="cpu")
-        minimum = find_reduction(ReduceOp.MIN, agreed.dtype)
-        assert minimum is not None
-        self.all_reduce(agreed, minimum, timeout)
-        return bool(agreed)
+    def count_ranks(self, condition: bool, timeout: timedelta | None = None) -> int:
+        """On how many ranks it is true. Collective."""
+        count = torch.tensor([condition], dtype=torch.int32, device="cpu")
+        self.all_reduce(count, _COUNT, timeout)
+        return int(count)
 
     def barrier(self, timeout: timedelta | None) -> None:
         """Wait for all ranks."""
@@ -209,7 +202,8 @@ class Exchange:
     ) -> None:
         if self.peer_memory is not None and self._is_read_directly(parts):
             addresses = self._publish_addresses(parts[self.rank], signature, timeout)
-            if self._on_all_ranks(self._read_others(parts, addresses), timeout):
+            has_read = self._read_others(parts, addresses)
+            if self.count_ranks(has_read, timeout) == self.size:
                 return
             self.peer_memory = None  # as on every other rank
         chunks = [_chunks_of_bytes(each, self._staging.part_bytes) or [[]] for each in parts]

@@ -16,12 +16,10 @@ import struct
 from contextlib import ExitStack
 
 import torch
-from torch.distributed import ReduceOp
 
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.host_memory import open_host_memory
-from instep.distributed.shm.memory.reduction import find_reduction
 
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: process, user and group."""
@@ -53,14 +51,10 @@ def open_on_all_ranks(exchange: Exchange, size: int) -> int:
                 descriptor = _receive(endpoint, exchange.signals.peers[0].pid)
             except OSError as error:
                 problem = str(error)
-    failed = torch.tensor([bool(problem)], dtype=torch.int32, device="cpu")
-    count = find_reduction(ReduceOp.SUM, failed.dtype)
-    assert count is not None
-    exchange.all_reduce(failed, count, None)
-    if failed.item():
+    if failed := exchange.count_ranks(bool(problem)):
         if descriptor >= 0:
             os.close(descriptor)
-        raise SharedMemoryError(size, int(failed.item()), problem)
+        raise SharedMemoryError(size, failed, problem)
     return descriptor
 
 

@@ -28,7 +28,6 @@ from instep.distributed.shm.memory.signals import signature_of
 from instep.process.torch_private import Work
 
 _PIECE_BYTES = 256 << 10
-_COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
 _ALIGNMENT = 64  # bytes; a cache line has one writer
 
 
@@ -129,8 +128,7 @@ def _map_on_all_ranks(exchange: Exchange, size: int) -> Tensor:
                 memory = map_memory(SharedMemory(pid, descriptor), size)
         except OSError as error:
             problem = str(error)
-        failed = torch.tensor([memory is None], dtype=torch.int32, device="cpu")
-        exchange.all_reduce(failed, _COUNT, None)
-    if memory is None or failed.item():
-        raise SharedMemoryError(size, int(failed.item()), problem)
+        failed = exchange.count_ranks(memory is None)
+    if memory is None or failed:
+        raise SharedMemoryError(size, failed, problem)
     return memory
