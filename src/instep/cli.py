@@ -30,9 +30,8 @@ COMMANDS = {
     "completion": "instep.completion",
 }
 """The module of each command. It defines `add_command`, which adds a parser to the subparsers of
-`instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.
-Only the module of the command in question is imported, so that a job starts fast; completion, the
-last, reads the parsers of all."""
+`instep`, and `run(arguments, program) -> exit code`. Only the module of the command in question is
+imported, so that a job starts fast; completion, the last, reads the parsers of all."""
 
 WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments."""
@@ -55,6 +54,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise CommandLineError(f"{message}. See {self.prog} --help.")
+
+
+class _CommandParser(_Parser):
+    """Of one command: its help keeps its lines, and its options are written out."""
+
+    def __init__(self, **given: Any) -> None:
+        given.setdefault("formatter_class", argparse.RawTextHelpFormatter)
+        super().__init__(**{"allow_abbrev": False, **given})
 
 
 def _unknown_option(word: str, known: Iterable[str], command: str) -> CommandLineError:
@@ -85,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser(name)
         ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
         asked = parser.parse_args(ours)
-        code: int = asked.command(asked, tuple(theirs))
+        code: int = import_module(COMMANDS[name]).run(asked, tuple(theirs))
         return code
     except (LaunchError, VerificationError) as error:
         return _refuse(error)
@@ -178,7 +185,9 @@ def _parser(name: str) -> _Parser:
     """A parser for the command of this name, or for all commands if there is none of this name."""
     parser = _Parser("instep", description="Write for one process, run on many.")
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
-    parser.commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    parser.commands = parser.add_subparsers(
+        metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for known, home in COMMANDS.items():
         if name not in COMMANDS or name in (known, "completion"):
             import_module(home).add_command(parser.commands)

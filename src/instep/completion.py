@@ -48,10 +48,8 @@ def add_command(commands: Any) -> None:
         "completion",
         help="complete commands and options in a shell",
         description=COMPLETION,
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run, subparsers=commands)
+    parser.set_defaults(subparsers=commands)
     parser.add_argument("shell", choices=tuple(SHELLS), help="the shell")
 
 

@@ -28,6 +28,8 @@ def add_command(subparsers: Subparsers) -> None:
         help="find mistakes of parallel training in scripts, without running them",
         description="Find mistakes that training scripts make on several processes. Nothing is run "
         "or imported. Exit code: 0 no findings, 1 findings, 2 a file could not be read.",
+        formatter_class=argparse.HelpFormatter,
+        allow_abbrev=True,
     )
     parser.add_argument("scripts", nargs="*", metavar="train.py", help="scripts or folders")
     parser.add_argument(

@@ -97,10 +97,7 @@ def add_command(commands: Any) -> None:
         "[--hosts HOST:N,HOST:N | --nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)]"
         " "
         "(script.py | -m module) [args ...]",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument(*RANKS, dest="n", type=_number_of_ranks, metavar="N", help=NUMBER)
     parser.add_argument(
         "--plain", action="store_true", help="run the script as it is, and divide nothing"

@@ -79,10 +79,7 @@ def add_command(commands: Any) -> None:
         help="run a Horovod script on several processes",
         description=DESCRIPTION,
         usage="instep horovodrun -np N [-H HOST:N,HOST:N] [flags] command [args ...]",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument("-np", "--num-proc", metavar="N", help="number of ranks")
     parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and their slots")
     parser.add_argument("--hostfile", metavar="FILE", help="file with lines such as: node1 slots=4")

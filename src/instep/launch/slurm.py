@@ -43,10 +43,7 @@ def add_command(commands: Any) -> None:
         usage="instep slurm [--nodes N] (--gpus-per-node G | --gres TYPE:G | --tasks-per-node T) "
         "[options] "
         "(script.py | -m module) [args ...]",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     add = parser.add_argument
     add("--nodes", type=parse_count, default=1, metavar="N", help="hosts (default: 1)")
     per_node = parser.add_mutually_exclusive_group()

@@ -37,10 +37,7 @@ def add_command(commands: Any) -> None:
         description=DESCRIPTION,
         usage="instep verify -n 1,2,3 [--steps K] [--bitwise V] [--json FILE] [--plot FILE.png] "
         "(script.py | -m module) [args ...]",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument(
         "-n",
         type=_difference_cells,

@@ -33,10 +33,7 @@ def add_command(commands: Any) -> None:
         "env",
         help="report on the ranks of a job, and test every collective",
         description=ENV,
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--selftest", action="store_true", help="also train small models, and let a rank fail"

@@ -39,10 +39,7 @@ def add_command(commands: Any) -> None:
         description=K8S,
         usage="instep k8s --image IMAGE [--nodes N] (--gpus-per-node G | --resource NAME:G | "
         "--tasks-per-node T) [options] (script.py | -m module) [args ...]",
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     add = parser.add_argument
     add("--image", metavar="IMAGE", help="the container's image, which holds instep and the script")
     add("--kind", choices=tuple(MANIFESTS), default="PyTorchJob", help=KIND_HELP)

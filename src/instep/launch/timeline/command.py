@@ -26,10 +26,7 @@ def add_command(commands: Any) -> None:
         "timeline",
         help="draw where the time of each rank went",
         description=DESCRIPTION,
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--html", metavar="PAGE", help="the page; by default FILE with .html")
 

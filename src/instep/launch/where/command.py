@@ -27,10 +27,7 @@ def add_command(commands: Any) -> None:
         "where",
         help="what the ranks of a running job do",
         description=WHERE,
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(command=run)
     parser.add_argument("job", nargs="?", metavar="JOB", help="which job; see above")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
