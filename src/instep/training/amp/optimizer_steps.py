@@ -68,8 +68,7 @@ class OptimizerSteps:
             optimizer.load_state_dict(optimizer.state_dict())
         self._originals = {name: getattr(optimizer, name) for name in _METHODS}
         for name, original in self._originals.items():
-            method = _with_attributes_of(original, _METHODS[name])
-            setattr(optimizer, name, MethodType(method, optimizer))
+            setattr(optimizer, name, MethodType(_in_place_of(original, name), optimizer))
         setattr(optimizer, PRECISION, self)
 
     @property
@@ -187,27 +186,15 @@ class OptimizerSteps:
         return master.copy
 
 
-def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    return steps_of(optimizer).step(*args, **kwargs)
+_METHODS = ("step", "zero_grad", "add_param_group")
 
 
-def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    steps_of(optimizer).zero_grad(*args, **kwargs)
-
-
-def _add_param_group(optimizer: Any, group: dict[str, Any]) -> None:
-    steps_of(optimizer).add_param_group(group)
-
-
-_METHODS = {"step": _step, "zero_grad": _zero_grad, "add_param_group": _add_param_group}
-
-
-def _with_attributes_of(original: Function, replacement: Function) -> Function:
-    """`replacement` with the attributes of the original: a learning-rate schedule that was made
-    before has set one, and looks for it."""
+def _in_place_of(original: Function, name: str) -> Function:
+    """The method of that name of an optimizer's `steps_of`, with the attributes of the original: a
+    learning-rate schedule that was made before has set one, and looks for it."""
 
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(optimizer, *args, **kwargs)
+        return getattr(steps_of(optimizer), name)(*args, **kwargs)
 
     vars(method).update(getattr(original, "__dict__", {}))
     return method
