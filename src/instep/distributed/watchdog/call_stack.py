@@ -82,7 +82,7 @@ def main_thread_wait() -> dict[str, object] | None:
     shared memory, where it wakes now and then to look, the sequence number tells one wait from the
     next.
     """
-    frames = list(_frames())
+    frames = list(main_thread_frames())
     for frame in frames:
         found = _wait(frame)
         if found is not None:
@@ -97,7 +97,7 @@ def main_thread_wait() -> dict[str, object] | None:
 
 def main_thread_root() -> int | None:
     """The root of the broadcast or reduce of torch's in which the main thread waits."""
-    for frame in _frames():
+    for frame in main_thread_frames():
         if frame.f_code.co_filename == _TORCH and frame.f_code.co_name in _ROOT_ARGUMENTS:
             arguments = frame.f_locals
             rank, group_rank = (arguments[key] for key in _ROOT_ARGUMENTS[frame.f_code.co_name])
@@ -107,7 +107,7 @@ def main_thread_root() -> int | None:
 
 def main_thread_line() -> str:
     """The line of the script, or of a library that it uses, that the main thread runs."""
-    frames = [*_frames()]
+    frames = [*main_thread_frames()]
     scripts = (
         frame
         for frame in frames
@@ -118,18 +118,21 @@ def main_thread_line() -> str:
 
 def format_main_thread_stack() -> str:
     """The main thread's frames in the script, in the format of a traceback."""
-    innermost = script_frame(next(_frames()))
+    lines = format_frames(script_frame(next(main_thread_frames())))
+    return f"Stack (most recent call last):\n{lines}" if lines else ""
+
+
+def format_frames(innermost: FrameType) -> str:
+    """A frame after those that led to it, in the format of a traceback; without instep's own."""
     stack = traceback.extract_stack(innermost)
     entries = [e for e in stack if not e.filename.startswith((PACKAGE_FOLDER, "<frozen"))]
-    head = "Stack (most recent call last):\n" if entries else ""
-    return head + "".join(traceback.format_list(entries))
+    return "".join(traceback.format_list(entries))
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def main_thread_frames() -> Iterator[FrameType]:
+    """The main thread's frames, the innermost first."""
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    return (frame for frame, _ in traceback.walk_stack(innermost))
 
 
 def _wait(frame: FrameType) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -240,10 +241,7 @@ def interrupt_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
 
     Also returns whether that frame has called code that must run to its end.
     """
-    stack = []
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
+    stack = [each for each, _ in traceback.walk_stack(frame)] if frame is not None else []
     while stack and _is_in(stack[-1], (PACKAGE_FOLDER, "<frozen ")):
         stack.pop()  # the code that runs the script
     script = None

@@ -13,12 +13,9 @@ import os
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Iterator
 from functools import cache
-from types import FrameType
 
-from instep.process import PACKAGE_FOLDER
+from instep.distributed.watchdog.call_stack import format_frames, main_thread_frames
 
 STACK_SIGNAL = signal.SIGRTMIN + 12
 MAX_CHARACTERS = 100_000
@@ -44,7 +41,7 @@ def stack_file() -> int | None:
 def main_thread_fields() -> dict[str, object]:
     """The innermost frame of the main thread, and whether it is at a debugger's prompt, loads data
     or imports a module."""
-    frames = list(_frames(sys._current_frames()[threading.main_thread().ident or 0]))
+    frames = list(main_thread_frames())
     files = [frame.f_code.co_filename for frame in frames]
     code = frames[0].f_code
     return {
@@ -64,17 +61,6 @@ def format_stacks() -> str:
     for thread in (main, *others):
         frame = frames.get(thread.ident or 0)
         if frame is not None:
-            stack = [
-                entry
-                for entry in traceback.extract_stack(frame)
-                if not entry.filename.startswith((PACKAGE_FOLDER, "<frozen"))
-            ]
-            lines = "".join(traceback.format_list(stack))
-            texts.append(f"Thread {thread.name} (most recent call last):\n{lines}")
+            head = f"Thread {thread.name} (most recent call last):\n"
+            texts.append(head + format_frames(frame))
     return "".join(texts)[:MAX_CHARACTERS]
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
