@@ -122,7 +122,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     elastic = elastic_flags.is_elastic(asked)
     size = _number_of_ranks(asked) if elastic else _size(asked)
     options = elastic_flags.parse(asked, size) if elastic else None
-    variables = _variables(given)
+    variables = _variables(asked)
     command = _command(program)
     job = Job(
         size,
@@ -176,7 +176,7 @@ def _run_on_hosts(
 def _find_hosts(asked: argparse.Namespace, size: int) -> dict[str, int]:
     """The slots of each host of an elastic job, as of now. Raises CommandLineError."""
     if script := asked.host_discovery_script:
-        found = count_slots(run_script(script, elastic_flags.slots_per_host(asked)))
+        found = count_slots(run_script(script, elastic_flags.number(asked, "--slots-per-host")))
     else:
         found = _hosts(asked) or {"localhost": size}
     for host in found:
@@ -188,20 +188,16 @@ def _find_hosts(asked: argparse.Namespace, size: int) -> dict[str, int]:
     return found
 
 
-def _variables(given: Mapping[str, Any]) -> dict[str, str]:
+def _variables(asked: argparse.Namespace) -> dict[str, str]:
     """The environment variables that the flags stand for."""
-    variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if given["no_stall_check"] else {}
-    if given["timeline_filename"]:
-        variables[settings.TIMELINE.name] = os.path.abspath(given["timeline_filename"])
-    if given["timeline_mark_cycles"]:
+    variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if asked.no_stall_check else {}
+    if asked.timeline_filename:
+        variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline_filename)
+    if asked.timeline_mark_cycles:
         variables["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
     for flag, name in _VARIABLES.items():
-        value = given[flag.lstrip("-").replace("-", "_")]
-        if value is None:
-            continue
-        if not value.isdecimal():
-            raise CommandLineError(f"{flag} is a whole number, not {value!r}.")
-        variables[name] = value
+        if (value := elastic_flags.number(asked, flag)) is not None:
+            variables[name] = str(value)
     return variables
 
 

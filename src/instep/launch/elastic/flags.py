@@ -36,8 +36,8 @@ def is_elastic(asked: argparse.Namespace) -> bool:
 
 def parse(asked: argparse.Namespace, size: int) -> ElasticOptions:
     """The options of an elastic job of `size` ranks. Raises CommandLineError."""
-    least = _number(asked, "--min-np") or size
-    most = _number(asked, "--max-np")
+    least = number(asked, "--min-np") or size
+    most = number(asked, "--max-np")
     if least > size or (most is not None and most < size):
         raise CommandLineError(
             f"an elastic job begins with -np {size} ranks: --min-np is at most as many, and "
@@ -45,20 +45,15 @@ def parse(asked: argparse.Namespace, size: int) -> ElasticOptions:
         )
     if asked.elastic_timeout is None:
         asked.elastic_timeout = os.environ.get("HOROVOD_ELASTIC_TIMEOUT")
-    timeout = _number(asked, "--elastic-timeout")
+    timeout = number(asked, "--elastic-timeout")
     return ElasticOptions(
         size,
         least,
         most,
-        reset_limit=_number(asked, "--reset-limit"),
+        reset_limit=number(asked, "--reset-limit"),
         timeout=600.0 if timeout is None else float(timeout),
         cooldown=_cooldown(asked.blacklist_cooldown_range),
     )
-
-
-def slots_per_host(asked: argparse.Namespace) -> int | None:
-    """The slots of a host for which the script prints no number. Raises CommandLineError."""
-    return _number(asked, "--slots-per-host")
 
 
 def _cooldown(words: list[str] | None) -> tuple[float, float] | None:
@@ -75,7 +70,8 @@ def _cooldown(words: list[str] | None) -> tuple[float, float] | None:
     )
 
 
-def _number(asked: argparse.Namespace, flag: str) -> int | None:
+def number(asked: argparse.Namespace, flag: str) -> int | None:
+    """The value of a flag; None without it. Raises CommandLineError for what is no number."""
     value = getattr(asked, _attribute(flag))
     if value is None:
         return None
