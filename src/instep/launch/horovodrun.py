@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from instep.errors import CommandLineError
@@ -19,7 +18,13 @@ from instep.launch.elastic.driver import Driver
 from instep.launch.elastic.hosts import run_script
 from instep.launch.elastic.worlds import worker_variables
 from instep.launch.job import Job
-from instep.launch.remote.host_slots import count_slots, is_this_host, parse_hosts, take_slots
+from instep.launch.remote.host_slots import (
+    count_slots,
+    is_this_host,
+    parse_hosts,
+    read_hosts,
+    take_slots,
+)
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.process import print_line, settings
 
@@ -225,17 +230,7 @@ def _hosts(asked: argparse.Namespace) -> dict[str, int] | None:
     """The slots of each host; None if the options do not give them."""
     if asked.hosts is not None:
         return parse_hosts(asked.hosts)
-    return None if asked.hostfile is None else count_slots(_read_hosts(asked.hostfile))
-
-
-def _read_hosts(path: str) -> list[tuple[str, str]]:
-    try:
-        lines = [line.partition("#")[0].split() for line in Path(path).read_text().splitlines()]
-    except OSError as error:
-        raise CommandLineError(
-            f"cannot read the hosts in {path}: {error.strerror or error}."
-        ) from None
-    return [(line[0], line[-1].partition("slots=")[2]) for line in lines if line]
+    return None if asked.hostfile is None else read_hosts(asked.hostfile)
 
 
 def _command(program: Sequence[str]) -> tuple[str, ...]:

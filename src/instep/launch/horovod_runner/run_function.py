@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.distributed.rendezvous import bootstrap
 from instep.errors import CommandLineError
-from instep.launch.remote.host_slots import count_slots, is_this_host, parse_hosts, take_slots
+from instep.launch.remote.host_slots import is_this_host, parse_hosts, read_hosts, take_slots
 from instep.launch.spawn import spawn
 
 _ELASTIC = (
@@ -101,9 +101,7 @@ def _check_hosts(hosts: str | None, hostfile: str | None, size: int) -> None:
     if hosts is not None and hostfile is not None:
         raise CommandLineError("horovod.run takes hosts or hostfile, not both.")
     if hostfile is not None:
-        lines = [line.split() for line in Path(hostfile).read_text().splitlines()]
-        entries = [(line[0], "".join(line[1:]).removeprefix("slots=")) for line in lines if line]
-        found = count_slots(entries)
+        found = read_hosts(hostfile)
     elif hosts is not None:
         found = parse_hosts(hosts)
     else:

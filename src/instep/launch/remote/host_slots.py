@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from instep.errors import CommandLineError
 
@@ -31,6 +32,19 @@ def count_slots(entries: Sequence[tuple[str, str]], default: int = 1) -> dict[st
 def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
     """`a:4,b:4`. Raises CommandLineError."""
     return count_slots([entry.partition(":")[::2] for entry in text.split(",")], default)
+
+
+def read_hosts(path: str) -> dict[str, int]:
+    """A file with lines such as `a slots=4`; `#` begins a comment. Raises CommandLineError."""
+    try:
+        lines = [line.partition("#")[0].split() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise CommandLineError(
+            f"cannot read the hosts in {path}: {error.strerror or error}."
+        ) from None
+    return count_slots(
+        [(line[0], "".join(line[1:]).removeprefix("slots=")) for line in lines if line]
+    )
 
 
 def take_slots(slots: dict[str, int], size: int) -> dict[str, int]:
