@@ -19,6 +19,9 @@ _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 8
 """Since Linux 6.15: ask for, and get, the exit status."""
 
+CREDENTIALS = struct.Struct("iII")
+"""`struct ucred`: process, user and group, as a Unix socket tells them of its other end."""
+
 
 class ProcessStat(NamedTuple):
     """Fields of /proc/<pid>/stat."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
 
 from instep.distributed.errors import AuthenticationError
+from instep.process.procfs import CREDENTIALS
 
-_CREDENTIALS = struct.Struct("iII")
-"""`struct ucred`: process, user, group."""
 _REPLY_SECONDS = 1.0
 """Seconds within which rank 0 replies; then it is asked again."""
 _SECRET_BYTES = 32
@@ -86,8 +84,8 @@ def _reply(listener: socket.socket, secret: bytes) -> None:
 
 def _is_of_this_user(client: socket.socket) -> bool:
     """Whether the other process is, as the kernel recorded when it connected or listened."""
-    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    _, user, _ = CREDENTIALS.unpack(credentials)
     return user == os.geteuid() and not _is_overflow_user(user)
 
 

@@ -20,9 +20,8 @@ import torch
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.host_memory import open_host_memory
+from instep.process.procfs import CREDENTIALS
 
-_CREDENTIALS = struct.Struct("3i")
-"""struct ucred: process, user and group."""
 _DESCRIPTOR = struct.Struct("i")
 
 
@@ -82,7 +81,7 @@ def _send(endpoint: socket.socket, descriptor: int, addresses: list[bytes]) -> s
 
 def _receive(endpoint: socket.socket, sender: int) -> int:
     """The descriptor that the process `sender` has sent. Raises OSError."""
-    space = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTOR.size)
+    space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTOR.size)
     try:
         _, entries, _, _ = endpoint.recvmsg(16, space, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
@@ -91,7 +90,7 @@ def _receive(endpoint: socket.socket, sender: int) -> int:
     descriptor = -1
     if socket.SCM_RIGHTS in received:
         (descriptor,) = _DESCRIPTOR.unpack(received[socket.SCM_RIGHTS])
-    if _CREDENTIALS.unpack(received[socket.SCM_CREDENTIALS])[:2] != (sender, os.getuid()):
+    if CREDENTIALS.unpack(received[socket.SCM_CREDENTIALS])[:2] != (sender, os.getuid()):
         if descriptor >= 0:
             os.close(descriptor)
         raise PermissionError("another process has sent the memory")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.process.procfs import read_environ, read_stat
+from instep.process.procfs import CREDENTIALS, read_environ, read_stat
 
 _PREFIX = "instep-job"
 Answer = Callable[[Message, Callable[[str], None]], None]
@@ -142,6 +141,5 @@ def _ancestors(pid: int) -> set[int]:
 
 
 def _peer_user(sock: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(struct.unpack("3i", credentials)[1])
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(credentials)[1])
