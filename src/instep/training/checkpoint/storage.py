@@ -24,7 +24,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,27 +90,20 @@ def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def write_encoded(folder: Path, step: int, state: EncodedState) -> Path:
     """As `write`."""
-    with new_draft(folder, step) as draft:
+    draft = make_draft(folder, step)
+    try:
         files = {
             f"{name}.safetensors": write_file(draft / f"{name}.safetensors", tensors)
             for name, tensors in state.tensors.items()
             if tensors
         }
         return publish(draft, step, state.trees, files)
-
-
-@contextmanager
-def new_draft(folder: Path, step: int) -> Iterator[Path]:
-    """An empty folder in which the checkpoint of a step is written. Raises OSError."""
-    draft = make_draft(folder, step)
-    try:
-        yield draft
     finally:
         remove_draft(draft)  # of a failure, or the replaced checkpoint
 
 
 def make_draft(folder: Path, step: int) -> Path:
-    """As `new_draft`, until `remove_draft`."""
+    """An empty folder in which the checkpoint of a step is written. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{checkpoint_path(folder, step).name}.{os.getpid()}.draft"
     remove_draft(draft)
