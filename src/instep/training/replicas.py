@@ -38,7 +38,7 @@ from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
 from instep.training.buckets.sparse_sums import find_tables
 from instep.training.draws import functions
-from instep.training.draws.batch_dims import BatchDims, script_line
+from instep.training.draws.batch_dims import BatchDims, script_place
 from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
@@ -291,7 +291,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     batch = find_candidates((args, kwargs), may_be_kept=torch.is_grad_enabled())
     call = ForwardCall(batch, replica.statistics, replica.dropout, seed, replica=replica)
     call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
-    call.caller = script_line(with_offset=True)
+    call.caller = script_place()
     call.needs_gradients = torch.is_grad_enabled()
     if module.training:
         if not replica.has_warned:

@@ -15,13 +15,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.flight_record.script_line import location, script_frame
 from instep.distributed.identity import torch_devices
+from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
 from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
@@ -40,7 +41,6 @@ _OF_TORCH = ""
 
 _MAX_TRIALS = 8
 """A model whose shapes go on changing is not tried for ever."""
-_LIBRARIES = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 
 
 class BatchDims:
@@ -104,7 +104,7 @@ class BatchDims:
         return dim
 
     def _line(self, shape: Shape, call: ForwardCall) -> str:
-        line = script_line(with_offset=True)
+        line = script_place()
         line = _OF_TORCH if line == call.caller else line
         if call.trial is not None:
             call.trial.append((line, shape))
@@ -175,16 +175,11 @@ class BatchDims:
             self._shapes_without.add((line, shape))
 
 
-def script_line(*, with_offset: bool = False) -> str:
-    """File and line of the innermost function that is neither instep's nor torch's.
-
-    With the offset of the instruction, two draws of one line differ.
-    """
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
-        frame = frame.f_back
-    offset = f":{frame.f_lasti}" if with_offset else ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}{offset}"
+def script_place() -> str:
+    """File, line and instruction of the innermost frame that is the script's: so two draws of one
+    line differ."""
+    frame = script_frame(sys._getframe(1))
+    return f"{location(frame)}:{frame.f_lasti}"
 
 
 def _may_have_rows(shape: Shape, rows: int) -> bool:
@@ -272,7 +267,7 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
 
 def _call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) -> None:
     """Call a copy of the module that shares its parameters, and leave no trace."""
-    trial.caller, trial.thread = script_line(with_offset=True), threading.get_ident()
+    trial.caller, trial.thread = script_place(), threading.get_ident()
     with redirect_stdout(io.StringIO()), ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
