@@ -11,8 +11,8 @@ from torch import nn, optim
 
 import instep
 from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
+from instep.training.optimizer_shards import sharded_step
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
-from instep.training.optimizer_shards.sharded_step import state_of_rank
 from pool import ranks, run, talking_over
 
 OPTIMIZERS = {
@@ -252,7 +252,7 @@ def test_each_rank_has_its_part_of_the_state() -> None:
         backward(model, optimizer, batches()[0])
         optimizer.step()
     whole = sum(v.numel() for s in plain.state.values() for v in s.values() if v.dim())
-    local = state_of_rank(divided)
+    local = getattr(divided, sharded_step._SHARDS).local_state
     held = sum(value.numel() for s in local.values() for value in s.values() if value.dim())
     assert abs(held - whole / instep.world_size) <= 2 * 64  # parts begin at multiples of 64
     assert not divided.state

@@ -55,13 +55,6 @@ def shard_optimizer(optimizer: Optimizer) -> None:
     setattr(optimizer, _SHARDS, shards)
 
 
-def state_of_rank(optimizer: Optimizer) -> dict[Tensor, State]:
-    """The state that this rank holds, by parameter, or by slices if the steps are divided."""
-    shards: _ShardedSteps | None = getattr(optimizer, _SHARDS, None)
-    state: dict[Tensor, State] = optimizer.state if shards is None else shards.local_state
-    return state
-
-
 def _division_of(optimizer: Optimizer) -> Divide:
     kind = type(optimizer)
     known = "element" if kind in _BY_ELEMENT else "parameter" if kind in _BY_PARAMETER else None
