@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep import cli
-from instep.distributed.identity import accelerators
+from instep.distributed.identity import accelerators, torch_devices
 from instep.launch.env import command, rank_report, self_test, self_test_job, training_test
 from instep.process import torch_private
 from launching import LAUNCHER_VARIABLES
@@ -76,7 +76,7 @@ def test_a_variable_that_was_not_read_was_set_too_late(
 
 @ranks(1, 2, 3)
 def test_every_collective_is_tried_and_right() -> None:
-    found = self_test.run_collectives(rank_report.find_device())
+    found = self_test.run_collectives(torch_devices.own_device())
     assert [name for name, _, _ in found] == list(self_test.TESTS)
     assert {verdict for _, verdict, _ in found} == {"ok"}
 

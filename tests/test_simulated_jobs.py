@@ -45,9 +45,10 @@ def every_collective() -> None:
 
 
 def collectives_and_trainings_of_the_self_test() -> None:
-    from instep.launch.env import rank_report, self_test, training_test
+    from instep.distributed.identity import torch_devices
+    from instep.launch.env import self_test, training_test
 
-    device = rank_report.find_device()
+    device = torch_devices.own_device()
     assert device == torch.device(pool.device(), 0)
     found = self_test.run_collectives(device)
     assert {verdict for _, verdict, _ in found} == {"ok"}, found

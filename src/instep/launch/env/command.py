@@ -43,6 +43,7 @@ def add_command(commands: Any) -> None:
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run it on every rank. Raises LaunchError if the ranks cannot reach each other."""
     from instep.distributed.communication.objects import gather_object
+    from instep.distributed.identity.torch_devices import own_device
     from instep.distributed.rendezvous.bootstrap import init
 
     # These import torch, without which `instep env --help` does.
@@ -51,7 +52,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     if asked.selftest and self_test_job.must_start():
         return self_test_job.start(asked.json)
     init()
-    device = rank_report.find_device()
+    device = own_device()
     outcome = self_test.run_collectives(device)
     passed = all(result == "ok" for _, result, _ in outcome)
     trained = training_test.run_trainings(device) if asked.selftest and passed else []

@@ -39,7 +39,7 @@ def describe_rank() -> Facts:
         "pid": os.getpid(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "device": str(find_device()),
+        "device": str(torch_devices.own_device()),
         "accelerators": _accelerators(),
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -69,11 +69,6 @@ def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
             if name in environ and name != settings.SECRET.name
         },
     }
-
-
-def find_device() -> torch.device:
-    """The device on which this rank computes."""
-    return torch_devices.own_device()
 
 
 def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:

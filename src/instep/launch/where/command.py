@@ -56,17 +56,13 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     if len(jobs) > 1:
         names = " or ".join(f"`instep where {job.pid}`" for job in jobs)
         raise CommandLineError(f"{len(jobs)} jobs run here. Name one: {names}.")
-    reply = job_socket.request(jobs[0], request_type(stacks=asked.stacks, status=asked.status))
+    question = "stacks" if asked.stacks else "status" if asked.status else "where"
+    reply = job_socket.request(jobs[0], question)
     if reply is None:
         print_line(f"the job of process {jobs[0].pid} does not reply")
         return 1
     print(reply)
     return 0
-
-
-def request_type(*, stacks: bool = False, status: bool = False) -> str:
-    """The type of a message to a job's socket."""
-    return "stacks" if stacks else "status" if status else "where"
 
 
 def print_report(pids: Sequence[int], *, status: bool) -> None:
@@ -76,7 +72,8 @@ def print_report(pids: Sequence[int], *, status: bool) -> None:
         for job in job_socket.find_jobs()
         if any(job_socket.is_of_job(job, str(pid)) for pid in pids)
     ]
-    reply = job_socket.request(jobs[-1], request_type(status=status)) if jobs else None
+    question = "status" if status else "where"
+    reply = job_socket.request(jobs[-1], question) if jobs else None
     text = reply or "the ranks have not met yet"
     head = "instep:\n" if "\n" in text else "instep: "
     os.write(2, f"{head}{text}\n".encode())
