@@ -186,8 +186,9 @@ class _LineForwarder:
         except BlockingIOError:
             data = b""
         if not data:
-            self._write(b"".join(self._partial), end=b"\n")
-            self._partial = []
+            if self._partial:
+                self._write(b"".join(self._partial) + b"\n")
+                self._partial = []
             return False
         *lines, partial = data.split(b"\n")
         for line in lines:
@@ -197,10 +198,8 @@ class _LineForwarder:
             self._partial.append(partial)
         return True
 
-    def _write(self, line: bytes, end: bytes = b"") -> None:
-        if not line:
-            return
-        rest = memoryview(self._prefix + line + end)
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(self._prefix + line)
         while rest:
             try:
                 rest = rest[os.write(self._target, rest) :]

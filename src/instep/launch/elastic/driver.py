@@ -335,14 +335,12 @@ class Driver:
                 self._wait_until = max(self._wait_until, self._forming_since + START_SECONDS)
             if self._forming and now > self._wait_until:
                 waiting = sum(member.port is not None for member in self._members)
-                self._end = (
-                    1,
-                    (
-                        f"instep: after {self._options.timeout:.0f} seconds the hosts have "
-                        f"{len(self._hosts.slots(now))} slots, and {waiting} ranks wait; the job "
-                        f"needs {needed}. --elastic-timeout sets how long it waits.\n"
-                    ),
+                text = (
+                    f"instep: after {self._options.timeout:.0f} seconds the hosts have "
+                    f"{len(self._hosts.slots(now))} slots, and {waiting} ranks wait; the job "
+                    f"needs {needed}. --elastic-timeout sets how long it waits.\n"
                 )
+                self._end = 1, text
             return
         self._report_changes(set(self._hosts.slots(now)))
 

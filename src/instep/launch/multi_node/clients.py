@@ -137,19 +137,15 @@ def encode_message(message: dict[str, Any], secret: bytes | None, nonce: str) ->
     return text + b"\n"
 
 
-def decode_message(connection: bytes, secret: bytes | None, nonce: str) -> dict[str, Any]:
+def decode_message(line: bytes, secret: bytes | None, nonce: str) -> dict[str, Any]:
     """What a line says. Raises AuthenticationError for one without the right mark, ValueError
     for no line."""
-    if secret is None and not connection.startswith(b"{"):
+    if secret is None and not line.startswith(b"{"):
         raise AuthenticationError.secret_missing()
-    if secret is not None and connection.startswith(b"{"):
+    if secret is not None and line.startswith(b"{"):
         raise AuthenticationError.not_of_this_job("what the members of the job say")
     try:
-        text = (
-            connection
-            if secret is None
-            else verify(secret, bytes.fromhex(connection.decode()), nonce)
-        )
+        text = line if secret is None else verify(secret, bytes.fromhex(line.decode()), nonce)
         message = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -162,7 +158,7 @@ def read_message(
     connection: socket.socket, end: float, longest: int, secret: bytes | None, nonce: str
 ) -> dict[str, Any]:
     """What the other end says in one line, and not a byte more. Raises OSError when nothing comes
-    until `end`, or too much, and as `understood`."""
+    until `end`, or too much, and as `decode_message`."""
     text = bytearray()
     while not text.endswith(b"\n"):
         connection.settimeout(max(end - monotonic(), 0.001))

@@ -12,7 +12,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -112,28 +112,23 @@ class SupervisorConnections:
             connection.close()
         return result
 
-    def _wait(self, is_done: Any) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
         with selectors.DefaultSelector() as selector:
             for node, connection in self._open.items():
                 selector.register(connection, selectors.EVENT_READ, node)
-            self._wait_with(selector, is_done)
-
-    def _wait_with(self, selector: selectors.BaseSelector, is_done: Any) -> None:
-        while not is_done():
-            ready = [key.data for key, _ in selector.select(_PING_INTERVAL)]
-            for node in ready:
-                self._last_heard[node] = time.monotonic()
-                connection = self._open[node]
-                for message in self.receive(node):
-                    self.broadcast(message)
-                if node not in self._open:
-                    selector.unregister(connection)
-            if not ready:
-                self._send(_PING)
-            for node, connection in [*self._open.items()]:
-                self._check_silence(node, time.monotonic() - self._last_heard[node])
-                if node not in self._open:
-                    selector.unregister(connection)
+            while not is_done():
+                ready = [key.data for key, _ in selector.select(_PING_INTERVAL)]
+                for node in ready:
+                    self._last_heard[node] = time.monotonic()
+                    for message in self.receive(node):
+                        self.broadcast(message)
+                if not ready:
+                    self._send(_PING)
+                for node in [*self._open]:
+                    self._check_silence(node, time.monotonic() - self._last_heard[node])
+                for key in [*selector.get_map().values()]:
+                    if key.data not in self._open:
+                        selector.unregister(key.fileobj)
 
     def _check_silence(self, node: int, silent: float) -> None:
         """Warn about a host that was silent for so many seconds, or count it as lost."""
