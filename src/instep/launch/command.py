@@ -10,7 +10,6 @@ from typing import Any
 
 from instep.distributed.identity import endpoints, launchers
 from instep.errors import CommandLineError
-from instep.launch import supervisor
 from instep.launch.default_ranks import RANKS, choose_number_of_ranks
 from instep.launch.environment import count_cores
 from instep.launch.job import Job, check_command, check_size, wrong_size
@@ -150,8 +149,6 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     )
     _mention_few_cores(ranks)
     started = partial(_mention_findings, job)
-    if not asked.max_restarts:
-        return supervisor.run_job(job, started=started).print_report()
     policy = RestartPolicy(asked.max_restarts, asked.min_ranks)
     return run_attempts(job, policy, started=started).print_report()
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 
 from instep.distributed.identity import endpoints
 from instep.errors import LaunchError
-from instep.launch import supervisor
 from instep.launch.job import Job
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.restarts.attempts import run_attempts
@@ -69,8 +68,6 @@ class AgentRequest:
                 has_own_terminal=False,
             ),
         )
-        if not self.max_restarts:
-            return supervisor.run_job(job, started=lambda: None).print_report()
         policy = RestartPolicy(self.max_restarts, self.min_ranks)
         return run_attempts(job, policy, started=lambda: None).print_report()
 

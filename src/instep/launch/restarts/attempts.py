@@ -16,11 +16,13 @@ from instep.process import print_line
 
 
 def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]) -> JobResult:
-    """Run `job`, and after a failure run it again as long as `policy` says so.
+    """Run `job`, and after a failure run it again as long as `policy` says so, if ever.
 
     Prints a line for each restart; the report about the last failure is the result's. Raises
     LaunchError if the first attempt cannot be started.
     """
+    if not policy.max_restarts:
+        return supervisor.run_job(job, started=started)
     with Standbys() as standbys:
         return _run_attempts(job, policy, started, standbys.start_rank)
 
