@@ -103,9 +103,9 @@ class GradBucket(ABC):
     def _start(self, transport: Transport) -> None:
         """As `start`."""
 
-    @abstractmethod
     def start_second_phase(self, transport: Transport) -> None:
         """Send what depends on the first sums, if anything does. Collective."""
+        return
 
     @abstractmethod
     def own_grad(self, index: int) -> Tensor:

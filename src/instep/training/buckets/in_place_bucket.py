@@ -87,9 +87,6 @@ class InPlaceBucket(GradBucket):
         grad = self._grads.get(index)
         return self._accumulated(index) if grad is None else grad
 
-    def start_second_phase(self, transport: Transport) -> None:
-        return None
-
     def reset(self) -> None:
         super().reset()
         self._grads, self._totals = {}, []
