@@ -32,7 +32,11 @@ def execute(
 
     Collective, in the order of responses. Raises OverflowedError, and what the transport raises.
     """
-    results = _COLLECTIVES[response.request.collective](response, tensors, into, group)
+    collective = response.request.collective
+    if collective == "allreduce":
+        results = _all_reduce(response, tensors, group, may_overwrite=into is not None)
+    else:
+        results = _OTHERS[collective](response, tensors, group)
     if into is None:
         return results
     for given, result in zip(into, results, strict=True):
@@ -64,14 +68,13 @@ def scale(
 
 
 def _all_reduce(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+    response: Response, tensors: Tensors, group: Group, *, may_overwrite: bool
 ) -> list[Tensor]:
     before, after = response.request.scales
     op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
-    owned = into is not None
     given = [scale(tensor, before) for tensor in tensors]
     if op == "sum" and response.request.dtype in _SUM_DTYPES and get_transport(group).in_place:
-        totals = _overwritable(given, owned or before != 1.0)
+        totals = _overwritable(given, may_overwrite or before != 1.0)
         if some := [total for total in totals if total.numel()]:
             get_transport(group).all_reduce_each(some, op)
     else:
@@ -103,9 +106,7 @@ def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
     return all_reduce(flat, op, group=group)
 
 
-def _reduce_scatter(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
-) -> list[Tensor]:
+def _reduce_scatter(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     before, after = response.request.scales
     op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
     results = []
@@ -122,9 +123,7 @@ def split_sizes(rows: int, size: int) -> list[int]:
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
-def _all_gather(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
-) -> list[Tensor]:
+def _all_gather(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     transport = get_transport(group)
     results = []
     for k, tensor in enumerate(tensors):
@@ -137,9 +136,7 @@ def _all_gather(
     return results
 
 
-def _all_to_all(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
-) -> list[Tensor]:
+def _all_to_all(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     (tensor,) = tensors
     me = group.own_group_rank()
     shapes = [(splits[me], *tensor.shape[1:]) for splits in response.rows]
@@ -147,9 +144,7 @@ def _all_to_all(
     return [torch.cat(taken)]
 
 
-def _broadcast(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
-) -> list[Tensor]:
+def _broadcast(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     assert response.request.root is not None
     root = group.group_rank(response.request.root)
     results = []
@@ -161,15 +156,12 @@ def _broadcast(
     return results
 
 
-def _barrier(
-    response: Response, tensors: Tensors, into: Tensors | None, group: Group
-) -> list[Tensor]:
+def _barrier(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     """All ranks are ready."""
     return []
 
 
-_COLLECTIVES: dict[str, Callable[[Response, Tensors, Tensors | None, Group], list[Tensor]]] = {
-    "allreduce": _all_reduce,
+_OTHERS: dict[str, Callable[[Response, Tensors, Group], list[Tensor]]] = {
     "reducescatter": _reduce_scatter,
     "allgather": _all_gather,
     "alltoall": _all_to_all,
