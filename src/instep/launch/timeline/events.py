@@ -44,11 +44,6 @@ class RankTimes:
     computed_in: dict[str, float] = field(default_factory=dict)
     """The time in each phase without that in collectives and in phases within it."""
 
-    @property
-    def computed(self) -> float:
-        """All of the rest."""
-        return max(0.0, self.span - self.waited)
-
 
 def read_events(path: Path) -> list[Event]:
     """The events of a file and those of the files of other hosts beside it, on one clock.

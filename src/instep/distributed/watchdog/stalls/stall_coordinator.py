@@ -31,9 +31,6 @@ class Ranks(Protocol):
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""
 
-    def running_ranks(self) -> set[int]:
-        """The connected ranks whose programs have not ended."""
-
     def connected_ranks(self) -> Set[int]:
         """The ranks whose watchers are connected; not a copy."""
 
