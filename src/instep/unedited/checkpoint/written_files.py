@@ -33,13 +33,8 @@ class WrittenFiles:
         """Files in `folder`, which holds the checkpoints, do not count."""
         self._folder = f"{folder}{os.sep}"
         self._paths: dict[str, None] = {}
-        self._is_watching = True
         self._saved: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
         sys.addaudithook(self._hook)  # it cannot be removed
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._is_watching = False
 
     def encode(self) -> dict[str, Any]:
         """Their content now, by path."""
@@ -70,7 +65,7 @@ class WrittenFiles:
         return problems
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not self._is_watching or is_bypassed():
+        if event != "open" or is_bypassed():
             return
         path, mode, flags = arguments
         if isinstance(path, int) or path is None:
