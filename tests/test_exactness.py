@@ -151,6 +151,18 @@ def test_a_loss_whose_divisor_is_not_stated_is_named(name):
         play(unstated, (name,))
 
 
+def fraction_of_a_sum(log):
+    data = rows(61)  # the ranks have equal numbers of rows until step 7, the last
+    train(log, net(), data, lambda m, x, y: m(x).square().sum() / 9, batch_size=9, epochs=1)
+
+
+@ranks(3)
+def test_a_sum_over_a_constant_is_named_at_the_first_uneven_batch():
+    divisors._warned.clear()
+    with pytest.warns(InstepWarning, match=r"instep.weight\(None\), if it is a sum.*INS716"):
+        play(fraction_of_a_sum, ())
+
+
 MEANS = {
     "rows": lambda out, y: out.square().sum(1).mean() + cross_entropy(out, y) / 2,
     "sum of tasks": lambda out, y: (torch.stack(tasks(out, y)) * (out.square().mean() + 1)).sum(),

@@ -223,11 +223,14 @@ and there is no line.""",
         """\
 The gradient of a rank's loss has the weight of its rows. That is the gradient of the whole batch
 where the loss is a mean over rows. Class weights, an ignored class, a mean over tokens or over some
-of the rows, and sums need another weight. State it before `backward()`:
+of the rows, and sums need another weight. State it before `backward()`. For a sum, also one that is
+divided by a constant (`loss.sum() / 64`), it is `instep.weight(None)`. While the ranks have equal
+numbers of rows, such a constant looks like a mean over columns: the warning comes with the first
+batch that is divided unevenly.
 
 ```python
 loss = cross_entropy(model(x), y, weight=weights, ignore_index=-1)
-instep.weight(weights[y[y != -1]].sum())  # of this rank's rows; instep.weight(None) for a sum
+instep.weight(weights[y[y != -1]].sum())  # of this rank's rows
 loss.backward()
 ```""",
         of_python=True,

@@ -37,7 +37,7 @@ from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import check_divisors
+from instep.training.losses.divisors import check_divisors, is_first_uneven
 
 T = TypeVar("T")
 
@@ -280,9 +280,12 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _check_divisors(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
-    """Warn of a loss that is no mean over rows, as often as the models are compared. Collective."""
+    """Warn of a loss that is no mean over rows, as often as the models are compared, and at the
+    first batch of which the ranks have different numbers of rows. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
-    if check is not None and call.block is not None and _is_summing() and check.is_due():
+    if check is None or call.block is None or not _is_summing():
+        return
+    if is_first_uneven(call.replica, call.block) or check.is_due():
         check_divisors(roots, call.block.count, get_transport())
 
 

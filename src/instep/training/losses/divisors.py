@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from instep.distributed.communication.transport import Transport
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
 from instep.training.autograd_graph import next_nodes
+from instep.training.blocks import Block
 from instep.training.forward_calls import depends_on_call
 
 _LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
@@ -26,6 +28,18 @@ _SUM, _MEAN = 2, 1
 """What torch's losses save as their reduction."""
 _NONE = -1.0
 _warned: set[tuple[str, str]] = set()
+_met_uneven: WeakSet[object] = WeakSet()
+
+
+def is_first_uneven(replica: object, block: Block) -> bool:
+    """Whether this is the replica's first batch of which the ranks have different numbers of rows.
+
+    There a sum that is divided by a constant shows; elsewhere it looks like a mean over columns.
+    """
+    if replica in _met_uneven or block.total < block.size or block.total % block.size == 0:
+        return False
+    _met_uneven.add(replica)
+    return True
 
 
 def check_divisors(roots: Iterable[Tensor], rows: int, transport: Transport) -> None:
@@ -51,7 +65,8 @@ def check_divisors(roots: Iterable[Tensor], rows: int, transport: Transport) -> 
     elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
         _warn(
             "does not divide by its rows (the ranks' divisors are not in proportion to their rows)",
-            "instep.weight((y != ignore_index).sum()), for example",
+            "instep.weight((y != ignore_index).sum()), for example; instep.weight(None), if it is "
+            "a sum, also one that is divided by a constant",
         )
 
 
