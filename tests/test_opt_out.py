@@ -10,6 +10,7 @@ from instep.distributed.identity import accelerators, launchers
 from instep.distributed.identity.world import World
 from instep.launch.worker import static_opt_out
 from instep.unedited import launcher_env, multi_rank, opt_out
+from instep.unedited.opt_out import BatchEffect
 from instep.unedited.session import fix_hash_seed, print_opt_out
 from test_unedited_world import RUN, Place
 
@@ -300,3 +301,11 @@ def test_a_script_that_calls_shard_is_told_that_its_batches_are_divided(
         "instep: toy.py calls instep itself: each rank runs it as written, and instep.shard "
         "divides the batches. [INS714]\n"
     )
+
+
+def test_a_script_that_uses_horovod_is_told_what_its_batch_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import horovod.torch as hvd\n")
+    reason = static_opt_out.find_opt_out(["train.py"])
+    assert reason == "train.py uses horovod itself"
+    assert static_opt_out.batch_effect(reason) is BatchEffect.UNKNOWN

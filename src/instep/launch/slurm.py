@@ -28,7 +28,7 @@ script can save a checkpoint.
 SIGNAL_HELP = "send SIGTERM to the ranks so long before the limit; 0: never (default: 120)"
 REQUEUE_HELP = """\
 queue the job again if that SIGTERM ended it; the script must resume by itself, as it does with
-instep.Checkpoint"""
+instep.Checkpoint, or unedited where INSTEP_CHECKPOINT names a folder"""
 GRES_HELP = """\
 accelerators on each host by their name in this cluster, as in npu:8; one rank for each"""
 SET_HELP = "any other option of sbatch, such as partition=gpu; may be repeated"

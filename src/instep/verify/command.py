@@ -19,7 +19,7 @@ Verify that a script gives the same numbers on several ranks as in one process.
 The script runs with each number of ranks, and every run is compared with one process on the whole
 batch (instep run -n 1). The verdict is SAME, SAME WITHIN ITS OWN NOISE or DIFFERENT. If runs
 diverge, the report names the first step, the tensor and the likely cause. The script gets no
-input, and its output is not shown.
+input, and its output is not shown. Each run writes the script's files, over those that are there.
 
 The exit code is 0 for the first two verdicts, 1 for DIFFERENT, and 2 if no verdict is possible.
 """

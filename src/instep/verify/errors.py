@@ -45,5 +45,5 @@ class StepsError(VerificationError):
     def __init__(self, n: int) -> None:
         super().__init__(
             f"the script makes no step of a torch.optim optimizer {_at(n)}, so there is no "
-            "training to compare."
+            "training to compare. If it resumes from files of an earlier run, let it begin anew."
         )

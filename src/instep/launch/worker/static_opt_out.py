@@ -33,7 +33,7 @@ _EXITS = ("exit", "_exit", "quit")
 
 def batch_effect(reason: str) -> BatchEffect:
     """What becomes of the batch of a script that opts out for this reason."""
-    if reason == _OWN_GROUP:
+    if reason == _OWN_GROUP or reason.endswith("uses horovod itself"):
         return BatchEffect.UNKNOWN
     return BatchEffect.SHARDED if reason.endswith(_CALLS_SHARD) else BatchEffect.SAME
 
