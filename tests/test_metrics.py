@@ -1,5 +1,6 @@
 """Metrics count every sample once, whoever holds it."""
 
+import itertools
 import math
 from contextlib import nullcontext
 
@@ -144,6 +145,21 @@ def test_shapes_and_ranks_that_make_no_sense_are_refused():
         instep.Accuracy().update(torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"topk holds ranks from 1 on"):
         instep.Accuracy(topk=(0,))
+
+
+@ranks(3)
+def test_a_loss_of_a_kept_batch_counts_once():
+    model = instep.replicate(torch.nn.Linear(1, 1))
+    data = torch.arange(8.0).unsqueeze(1)
+    loader = instep.shard(DataLoader(TensorDataset(data), 6))  # the last batch has two rows
+    mean = instep.Mean()
+    for count, (x,) in enumerate(itertools.islice(itertools.cycle(loader), 6)):
+        model(x).sum().backward()
+        mean.update(x.mean(), len(x))
+        if count == 3:
+            for (other,) in instep.shard(DataLoader(TensorDataset(data), 5)):
+                model(other)
+    assert mean.compute() == data.mean()
 
 
 def evaluate_with_a_bar(n):

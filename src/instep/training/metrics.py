@@ -202,7 +202,10 @@ def gather_rows(rows: Tensor) -> Tensor:
 def _is_placeholder(values: Tensor) -> bool:
     """Whether these come from the sample that a rank without rows runs."""
     batch, call = find_candidates(values), last()
-    # A loss is no part of a batch: it belongs to the forward that was made last, if that may be.
-    if len(batch.blocks) > 1 and call is not None and {*call.batch.blocks} < {*batch.blocks}:
-        batch = call.batch
+    # A loss is no part of a batch: it belongs to the forward that was made last, if that may be, as
+    # it may wherever no loop is at work: of kept batches (`itertools.cycle`) any is possible.
+    if len(batch.blocks) > 1 and call is not None:
+        possible = {*batch.blocks}
+        if {*call.batch.blocks} < possible or None in possible:
+            batch = call.batch
     return batch.is_placeholder
