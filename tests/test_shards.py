@@ -1,5 +1,6 @@
 """This rank's block of every batch of a loader."""
 
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     Subset,
@@ -19,7 +21,7 @@ from torch.utils.data import (
 )
 
 import instep
-from instep.errors import CannotShardError, DriftError, ShardedTwiceError
+from instep.errors import CannotShardError, DisagreementError, DriftError, ShardedTwiceError
 from instep.training.random_streams import is_deterministic
 from pool import ranks, run
 
@@ -106,6 +108,79 @@ def test_sharding_twice_is_an_error():
     batch = instep.shard(torch.ones(4, 2))
     with pytest.raises(ShardedTwiceError):
         instep.shard(batch)
+
+
+class Files(Dataset):
+    def __init__(self, names, inner=None):
+        self.names, self.inner, self.itself = names, inner, self
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        return index
+
+
+def shuffled(n):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(instep.rank)).tolist()
+
+
+def other_data(kind):
+    """A loader of data that are not the same on all ranks."""
+    data, rank = numbers(8), instep.rank
+    if kind in ("subset", "weighted"):
+        weights = [1.0] * 7 + [1.0 + rank]
+        sampler = SubsetRandomSampler(shuffled(8))
+        sampler = sampler if kind == "subset" else WeightedRandomSampler(weights, 8)
+        return DataLoader(data, 4, sampler=sampler)
+    if kind == "list":
+        return DataLoader(data, batch_sampler=[[0, 1], [2, 3 + rank]])
+    return DataLoader(
+        {
+            "length": Files(["a"] * (8 + rank)),
+            "split": Subset(data, shuffled(8)),
+            "values": TensorDataset(torch.arange(8.0), torch.arange(8.0) * (1 + rank)),
+            "samples": shuffled(8),
+            "files": Files([f"/host{rank}/{k}.jpg" for k in shuffled(8)]),
+            "pairs": Files([(f"{k}.jpg", k) for k in shuffled(8)]),
+            "inner": Files(["a"] * 4, Subset(data, shuffled(8))),
+        }[kind],
+        4,
+    )
+
+
+NAMED = {
+    "subset": "SubsetRandomSampler.indices",
+    "weighted": "WeightedRandomSampler.weights",
+    "list": "the entries of the loader's list",
+    "length": "the length of the Files: 8 on rank 0; 9 on rank 1",
+    "split": "Subset.indices",
+    "values": r"TensorDataset.tensors\[1\]",
+    "samples": "the samples of the list",
+    "files": "Files.names",
+    "pairs": "Files.names",
+    "inner": "Files.inner: Subset.indices",
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", NAMED)
+def test_other_data_than_on_other_ranks_are_an_error(kind):
+    with pytest.raises(DisagreementError, match=f"disagree about {NAMED[kind]}"):
+        instep.shard(other_data(kind))
+    local = Files([f"/host{instep.rank}/{k}.jpg" for k in range(8)])
+    near = TensorDataset(torch.arange(8.0) * (1 + 1e-4 * instep.rank), torch.full((8,), torch.nan))
+    for same in (local, near):
+        assert len(instep.shard(DataLoader(same, 4))) == 2
+
+
+@ranks(1, 2)
+def test_a_sampler_that_divides_the_data_is_no_sampler_of_whole_batches():
+    data = numbers(8)
+    sampler = DistributedSampler(data, instep.world_size, instep.rank)
+    refused = pytest.raises(CannotShardError, match="DistributedSampler divides the data")
+    with refused if instep.world_size > 1 else nullcontext():
+        instep.shard(DataLoader(data, 4, sampler=sampler))
 
 
 class Endless(IterableDataset):

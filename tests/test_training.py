@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -275,6 +276,21 @@ def test_two_batches_of_the_same_weights_in_one_backward_are_fine():
     (model(four).mean() + model(eight).mean()).backward()
     whole = torch.arange(8.0).view(4, 2).mean(0) + torch.arange(16.0).view(8, 2).mean(0)
     assert torch.allclose(model.weight.grad, whole)
+
+
+@ranks(1, 3)
+def test_a_checkpoint_around_a_replica_draws_the_same_again() -> None:
+    model = instep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 2)))
+    x = instep.shard(torch.ones(7, 6))
+    y, gradients = -x, []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        replicas._replica_of[model].steps = 0
+        (call(x) * call(y)).mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(TrainingError, match="which of several cannot be told"):
+        (call(x) * call(x)).mean().backward()
 
 
 @ranks(2)

@@ -7,18 +7,21 @@ where backward finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.errors import TrainingError
+from instep.process.torch_private import current_graph_task_id, is_transformed
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.registry import find_candidates
-from instep.training.blocks import Block
+from instep.training.blocks import Block, tensor_leaves
 from instep.training.pytree import find_tensors
 
 Scope = Literal["global", "rank"]
@@ -49,6 +52,8 @@ class ForwardCall:
     """Whether a backward has found its output."""
     replica: object = None
     """The replica that was called."""
+    inputs: tuple[int, ...] = ()
+    """The addresses of the tensors that it was called with."""
     saved_rng_states: list[Tensor] = field(default_factory=list)
     """The states of torch's generators before a call in training, to be restored after it."""
     arguments: tuple[nn.Module, Any, Any] | None = None
@@ -86,12 +91,51 @@ class ForwardCall:
 replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""
 _stack: list[ForwardCall] = []
+_roots: tuple[Tensor, ...] = ()
+"""From which the running backward goes."""
 _last: ForwardCall | None = None
 _last_trained: ForwardCall | None = None
 
 
+@contextmanager
+def backward_from(roots: Iterable[Tensor]) -> Iterator[None]:
+    """While a backward from these runs, gradient checkpointing may make calls again."""
+    global _roots
+    before, _roots = _roots, tuple(roots)
+    try:
+        yield
+    finally:
+        _roots = before
+
+
+def find_recomputed(replica: object, arguments: object) -> ForwardCall | None:
+    """The call of `replica` that gradient checkpointing makes again, in the running backward.
+
+    Raises TrainingError where it may be one of several that have drawn random numbers.
+    """
+    if current_graph_task_id() == -1:
+        return None
+    inputs = _addresses(arguments)
+    calls = [call for call in find_calls(_roots)[0] if call.replica is replica]
+    calls = [call for call in calls if call.inputs == inputs] or calls
+    if len(calls) > 1 and any(call.draws for call in calls):
+        raise TrainingError(
+            "gradient checkpointing makes a call of a replicated model again, and which of several "
+            "cannot be told, so neither can its dropout masks. Call torch.utils.checkpoint inside "
+            "of the model's forward, or backward once for each call."
+        )
+    return calls[0] if calls else None
+
+
+def _addresses(arguments: object) -> tuple[int, ...]:
+    leaves = [each for each in tensor_leaves(arguments) if not is_transformed(each)]
+    return tuple(each.data_ptr() for each in leaves if each.layout is torch.strided)
+
+
 def push(call: ForwardCall) -> None:
     """Begin a call; calls nest."""
+    if call.arguments is not None:
+        call.inputs = _addresses(call.arguments[1:])
     _stack.append(call)
 
 
@@ -141,7 +185,7 @@ def tag_outputs(outputs: object, call: ForwardCall) -> None:
 
 
 def find_calls(
-    roots: Iterable[Tensor], parameters: WeakTensorKeyDictionary
+    roots: Iterable[Tensor], parameters: Container[Tensor] = ()
 ) -> tuple[list[ForwardCall], bool]:
     """The calls from which these tensors were computed, and whether any of `parameters` was used.
 

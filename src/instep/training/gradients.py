@@ -184,7 +184,8 @@ def backward(
     if nested:
         _check_outer_backward(roots)
     if nested or not (reducer_of or _unequal_block()):
-        original(tensors, grad_tensors, *rest)
+        with nullcontext() if nested else forward_calls.backward_from(roots):
+            original(tensors, grad_tensors, *rest)
         return
     forwards, touched = find_calls(roots, reducer_of)
     if not touched:
@@ -203,7 +204,7 @@ def backward(
     if grad_tensors is None and call.weight is None:
         _check_divisors(roots, call)
     weighted = _multiply_grads(roots, grad_tensors, own_weight)
-    with phase("backward"):
+    with phase("backward"), forward_calls.backward_from(roots):
         _backward_of_replicas(original, roots, weighted, rest, call)
 
 

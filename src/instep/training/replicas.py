@@ -287,12 +287,12 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise CapturedStepError(type(module).__name__)
     if replica.has_new_parts:
         _add_new_parts(module, replica)
-    seed = _next_seed(replica, module)
+    again = forward_calls.find_recomputed(replica, (args, kwargs))
+    seed = _next_seed(replica, module) if again is None else again.seed
     batch = find_candidates((args, kwargs), may_be_kept=torch.is_grad_enabled())
     call = ForwardCall(batch, replica.statistics, replica.dropout, seed, replica=replica)
     call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
-    call.caller = script_place()
-    call.needs_gradients = torch.is_grad_enabled()
+    call.caller, call.needs_gradients = script_place(), torch.is_grad_enabled()
     if module.training:
         if not replica.has_warned:
             replica.other_states = RNGStates.capture()
@@ -316,8 +316,8 @@ def _next_seed(replica: Replica, module: nn.Module) -> int:
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
     call = forward_calls.current()
-    # If a hook of the user's that ran before has raised, `_enter` has not run.
-    if replica is None or call is None or call.replica is not replica:
+    # If a hook that ran before has raised, `_enter` has not run, or has not ended.
+    if call is None or call.arguments is None or call.replica is not replica:
         return
     call.needs_gradients = call.needs_gradients and _needs_gradients(module, output)
     forward_calls.pop()

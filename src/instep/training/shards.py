@@ -25,6 +25,7 @@ from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceE
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.generators import broadcast_states
 from instep.training.loaders.position import LoaderPosition
+from instep.training.loaders.same_data import check_same_data
 from instep.training.loaders.sliced import SlicedLoader
 from instep.training.optimizer_shards.sharded_step import shard_optimizer
 from instep.training.random_streams import (
@@ -77,13 +78,14 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
         has no entries, and its state dict is the undivided one's, whole on every rank, which any
         number of ranks and plain PyTorch load.
 
-    Raises ShardedTwiceError, CannotShardError, BitwiseError. Collective for a loader (the ranks
-    agree on a seed).
+    Raises ShardedTwiceError, CannotShardError, BitwiseError, and DisagreementError for a loader
+    of other data than on other ranks. Collective for a loader (the ranks agree on a seed).
     """
     check_bitwise(bitwise)
     if isinstance(what, ShardedLoader | SlicedLoader):
         raise ShardedTwiceError
     if isinstance(what, DataLoader):
+        check_same_data(what)
         return _shard_loader(what)
     if _is_other_loader(what):
         return SlicedLoader(what)
