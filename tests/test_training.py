@@ -293,6 +293,17 @@ def test_a_checkpoint_around_a_replica_draws_the_same_again() -> None:
         (call(x) * call(x)).mean().backward()
 
 
+@ranks(3)
+def test_masks_of_rows_that_each_rank_has_padded_for_itself_are_told_of() -> None:
+    model = instep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 2)))
+    two, many = instep.shard(torch.ones(2, 5, 6)), instep.shard(torch.ones(7, 5, 6))
+    two = two[:, : 4 + min(instep.rank, 1)]  # rank 0 has no row of it
+    for rows in (many, two, many):  # the 2nd, 4th, ... backward compares
+        model(rows).sum((1, 2)).mean().backward()
+    with pytest.warns(InstepWarning, match=r"of other shapes on other ranks.*INS701"):
+        model(many[:, : 3 + instep.rank]).sum((1, 2)).mean().backward()
+
+
 @ranks(2)
 def test_a_weight_is_that_of_one_call_and_not_of_others_in_the_same_backward():
     model = instep.replicate(nn.Linear(2, 1, bias=False))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class ForwardCall:
     """The seed of its random numbers: a function of the model's seed and the step."""
     draws: int = 0
     """How many dropout masks and other random numbers of the whole batch it has drawn."""
+    drawn_shapes: int = 0
+    """A checksum of their shapes without the rows, which are the same on all ranks."""
     weight: float | None = None
     """This rank's fraction of the batch's loss, if `instep.weight` has stated it."""
     weights: tuple[float, ...] | None = None
@@ -210,13 +213,27 @@ def find_calls(
     return list(found), used
 
 
+_EXCHANGES = "_AllGatherBackward", "_ExchangeBackward"
+"""The nodes of `all_gather`."""
+
+
+def note_drawn(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
+    """A call has drawn this shape, which has the rows in this dimension."""
+    if call is not None:
+        text = repr((dim, shape[:dim], shape[dim + 1 :]))
+        call.drawn_shapes = crc32(text.encode(), call.drawn_shapes)
+
+
 def depends_on_call(node: Any) -> bool:
-    """Whether a call's output leads to this node of a graph."""
+    """Whether a call's output leads to this node of a graph, other than by the rows of all ranks
+    that `all_gather` gives."""
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
         if _TAG in node.metadata:
             return True
+        if node.name() in _EXCHANGES:
+            continue
         following = {each for each in next_nodes(node) if each is not None} - seen
         seen |= following
         stack += following

@@ -310,6 +310,7 @@ def _end_checks(state: BackwardState, roots: tuple[Tensor, ...], call: ForwardCa
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
         if check is not None:
+            check.drawn_shapes = -1 if state.is_placeholder else call.drawn_shapes
             if check.is_due():
                 _note_outside(check, roots, call)
             check.end_backward()

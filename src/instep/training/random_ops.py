@@ -286,6 +286,8 @@ def _row_dim(draw: BatchDraw, shape: Shape, call: ForwardCall | None, x: Tensor)
     if found == "by data" and block.size > 1:
         draw.seed = derive_seed(draw.seed, block.rank)
     dim = draw.dims[0] = None if isinstance(found, str) else found
+    if dim is not None:
+        forward_calls.note_drawn(call, shape, dim)
     return dim
 
 

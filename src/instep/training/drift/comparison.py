@@ -40,6 +40,11 @@ ROUNDING = 256
 """Parameters that differ by no more than this many units in the last place of the largest element
 are those of ranks whose processors or kernels round differently: that is a warning."""
 
+_LENGTHS = (
+    "drops units, or draws noise, of other shapes on other ranks, as where each rank pads its rows "
+    "to the longest of them: then the numbers are not those of one process. Pad all batches to one "
+    "length. [INS701]"
+)
 _EACH_RANKS_OWN = " Each rank has trained it on its own rows."
 
 
@@ -118,6 +123,9 @@ class DriftCheck:
         """How many such backwards there were."""
         self._outside = WeakTensorKeyDictionary()
         """What has a gradient by them."""
+        self.drawn_shapes = -1
+        """A checksum of the shapes of what the last forward has drawn for this rank's rows; -1
+        where it has no rows."""
         self._same_at = 0
         self._warned: set[str] = set()
         if self._every:
@@ -186,10 +194,13 @@ class DriftCheck:
         options = named_options({id(p): name for name, p in model.named_parameters()})
         texts = {name: repr(value) for name, value in sorted(options.items())}
         others = list(tensors), texts, requests
-        mine = torch.tensor([combine(sums), crc32(repr(others).encode())], device="cpu")
-        parts = self._transport.all_gather(mine.to(self._transport.control_device))
-        if any(part.tolist() != mine.tolist() for part in parts):
+        mine = [combine(sums), crc32(repr(others).encode()), self.drawn_shapes]
+        message = torch.tensor(mine, device="cpu").to(self._transport.control_device)
+        parts = [part.tolist() for part in self._transport.all_gather(message)]
+        if any(part[:2] != mine[:2] for part in parts):
             self._raise_difference(tensors, sums.tolist(), texts, requests)
+        if len({part[2] for part in parts} - {-1}) > 1:
+            self._warn_of_lengths(type(model).__name__)
         self._same_at = self.step
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -282,6 +293,11 @@ class DriftCheck:
         what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
         what += _EACH_RANKS_OWN if is_own else self._cause(name)
         warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
+
+    def _warn_of_lengths(self, model: str) -> None:
+        if _LENGTHS not in self._warned:
+            self._warned.add(_LENGTHS)
+            warnings.warn(f"{model} {_LENGTHS}", InstepWarning, stacklevel=2)
 
     def _cause(self, name: str) -> str:
         """The layer of this buffer, if it averages what this rank's rows give it."""
