@@ -51,7 +51,8 @@ _ALL = (
         """\
 The warning names the line, or the class of the model. Each rank draws other numbers there, so the
 training is not that of one process. The usual cause is a draw whose shape does not contain the
-number of rows, or a function that instep does not know.
+number of rows, or a function that instep does not know. Where the warning speaks of other shapes on
+other ranks, each rank has padded sequences to the longest of its own rows: pad them to one length.
 
 Draw the numbers for the whole batch outside of `forward`, and divide them:
 

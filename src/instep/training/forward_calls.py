@@ -217,7 +217,7 @@ _EXCHANGES = "_AllGatherBackward", "_ExchangeBackward"
 """The nodes of `all_gather`."""
 
 
-def note_drawn(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
+def note_shape(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
     """A call has drawn this shape, which has the rows in this dimension."""
     if call is not None:
         text = repr((dim, shape[:dim], shape[dim + 1 :]))

@@ -287,7 +287,7 @@ def _row_dim(draw: BatchDraw, shape: Shape, call: ForwardCall | None, x: Tensor)
         draw.seed = derive_seed(draw.seed, block.rank)
     dim = draw.dims[0] = None if isinstance(found, str) else found
     if dim is not None:
-        forward_calls.note_drawn(call, shape, dim)
+        forward_calls.note_shape(call, shape, dim)
     return dim
 
 

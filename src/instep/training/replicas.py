@@ -317,7 +317,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
     call = forward_calls.current()
     # If a hook that ran before has raised, `_enter` has not run, or has not ended.
-    if call is None or call.arguments is None or call.replica is not replica:
+    if replica is None or call is None or not call.arguments or call.replica is not replica:
         return
     call.needs_gradients = call.needs_gradients and _needs_gradients(module, output)
     forward_calls.pop()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from instep.training.draws.batch_dims import BatchDims, Dim, Shape
 from instep.training.draws.kernels import DrawMode
-from instep.training.forward_calls import ForwardCall, note_drawn
+from instep.training.forward_calls import ForwardCall, note_shape
 from instep.training.random_ops import BatchDraw
 from instep.training.random_streams import default_generators, derive_seed
 
@@ -77,7 +77,7 @@ class BatchDrawMode(DrawMode):
             self._seed(self._block.rank)
             return None
         if dim is not None:
-            note_drawn(self._call, shape, dim)
+            note_shape(self._call, shape, dim)
         return dim
 
     def _find(self, shape: Shape) -> Dim:
