@@ -1,17 +1,21 @@
-"""Forwards under autocast that take something from other rows, less than half precision rounds."""
+"""Forwards under autocast, or with products of float32 in fewer bits, that take less from other
+rows than these round."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import fp32_precision, set_fp32_precision
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.call_comparison import autocast_cache_off
+from instep.unedited.sharded_call.compare.full_precision import full_float32
 from pool import ranks
 from sharded_training import batches, sharding
 
@@ -33,11 +37,28 @@ class Shares(nn.Module):
             return self.last(hidden + self.share(hidden))
 
 
-def train(model: nn.Module, of_input: Callable[[Tensor], Tensor]) -> str:
-    """What is said of a training under autocast."""
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@contextlib.contextmanager
+def products_in_bfloat16() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def train(
+    model: nn.Module,
+    of_input: Callable[[Tensor], Tensor],
+    lower: Callable[[], AbstractContextManager[object]] = autocast,
+) -> str:
+    """What is said of a training in a lower precision."""
     with sharding(), contextlib.redirect_stderr(io.StringIO()) as said:
         for x, y in batches(3):
-            with torch.autocast("cpu", torch.bfloat16):
+            with lower():
                 loss = nn.functional.cross_entropy(model(of_input(x)), y)
             loss.backward()
     return said.getvalue()
@@ -55,10 +76,13 @@ def running_sum(x: Tensor) -> Tensor:
     return SHARE * x.cumsum(0) / len(x)
 
 
+@pytest.mark.parametrize("lower", [autocast, products_in_bfloat16])
 @pytest.mark.parametrize("share", [row_before, median, running_sum])
 @ranks(2)
-def test_a_small_share_of_other_rows_is_seen(share: Callable[[Tensor], Tensor]) -> None:
-    said = train(Shares(share), Tensor.float)
+def test_a_small_share_of_other_rows_is_seen(
+    share: Callable[[Tensor], Tensor], lower: Callable[[], AbstractContextManager[object]]
+) -> None:
+    said = train(Shares(share), Tensor.float, lower)
     assert modules.call_counts.sharded == 0
     assert "Shares whole: its output" in said or torch.distributed.get_rank()
 
@@ -71,6 +95,66 @@ def test_rows_of_their_own_are_divided(
 ) -> None:
     train(Shares(torch.zeros_like, turns_autocast_on), of_input)
     assert modules.call_counts.sharded > 0
+
+
+def rounded_by_shape(x: Tensor) -> Tensor:
+    """What rounding would do where another algorithm is chosen for a part of the batch, on a
+    processor that computes so; here it is set apart by hand."""
+    in_fewer_bits = torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    return x * (SHARE / len(x)) if in_fewer_bits else torch.zeros_like(x)
+
+
+@ranks(2)
+def test_products_in_fewer_bits_round_as_half_precision_does() -> None:
+    said = train(Shares(rounded_by_shape), Tensor.float, products_in_bfloat16)
+    assert (modules.call_counts.sharded > 0, said) == (True, "")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+SETTINGS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
+MKLDNN = (("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+
+
+def settings_of_float32() -> list[object]:
+    older: list[object] = []
+    for read in (
+        torch.get_float32_matmul_precision,
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cudnn.allow_tf32,
+    ):
+        try:
+            older.append(read())
+        except RuntimeError:  # PyTorch finds older and newer settings mixed
+            older.append("mixed")
+    return [fp32_precision(*key) for key in (*SETTINGS, *MKLDNN)] + older
+
+
+@pytest.mark.parametrize("key", [("older", "high"), ("older", "medium"), *SETTINGS, *MKLDNN])
+def test_no_setting_of_float32_stays_on_and_all_are_restored(key: tuple[str, str]) -> None:
+    before = fp32_precision(*SETTINGS[0]), fp32_precision("cuda", "matmul")
+    is_older = key[0] == "older"
+    default = None if is_older else fp32_precision(*key)
+    if is_older:
+        torch.set_float32_matmul_precision(key[1])
+    else:
+        set_fp32_precision(*key, "bf16" if key[0] == "mkldnn" else "tf32")
+    try:
+        seen = settings_of_float32()
+        with full_float32():
+            assert {fp32_precision(*each) for each in (*SETTINGS, *MKLDNN)} == {"ieee"}
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cuda.matmul.allow_tf32
+        assert settings_of_float32() == seen
+        if not is_older and key != SETTINGS[0]:  # what follows another setting still does
+            set_fp32_precision("generic", "all", "ieee")
+            assert fp32_precision("mkldnn", "rnn") == ("bf16" if key == MKLDNN[0] else "ieee")
+    finally:
+        set_fp32_precision("generic", "all", before[0])
+        torch.set_float32_matmul_precision("highest")
+        set_fp32_precision("cuda", "matmul", before[1])
+        set_fp32_precision("mkldnn", "matmul", "none")
+        if default is not None:
+            set_fp32_precision(*key, default)
 
 
 def small_maps() -> nn.Module:

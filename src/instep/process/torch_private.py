@@ -57,6 +57,12 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+set_fp32_precision: Function = torch._C._set_fp32_precision_setter
+"""In what products of float32 are computed, by backend ("generic", "cuda", "mkldnn") and kind of
+operation ("all", "matmul", "conv", "rnn"): "ieee", "tf32", "bf16" or "none". The public setter of
+mkldnn sets that of all backends."""
+cpu_has_tf32: Callable[[], bool] = torch.cpu._is_amx_fp16_supported
 neg_view = torch._neg_view
 assert_async = torch._assert_async
 """An assertion on a device, for which the host does not wait."""

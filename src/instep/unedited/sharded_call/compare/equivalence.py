@@ -11,7 +11,7 @@ from typing import Any
 from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
 from instep.unedited.sharded_call.compare.call_comparison import CallComparison
-from instep.unedited.sharded_call.compare.full_precision import compare_without_autocast
+from instep.unedited.sharded_call.compare.full_precision import compare_in_full_precision
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -101,8 +101,11 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
 def _try(
     comparison: CallComparison, division: Division, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
-    """As `CallComparison.try_division`, for a call under autocast in two precisions. Collective."""
-    plan, why = compare_without_autocast(comparison, division, group)
+    """As `CallComparison.try_division`, first in full precision where the call's own is lower.
+
+    Collective.
+    """
+    plan, why = compare_in_full_precision(comparison, division, group)
     if why:
         return None, why
     if plan is not None:

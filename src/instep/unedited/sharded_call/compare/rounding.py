@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.process.torch_private import hooks_of, run_backward
+from instep.process.torch_private import cpu_has_tf32, fp32_precision, hooks_of, run_backward
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
@@ -42,6 +42,8 @@ SUM_FACTOR = 2.0
 """A gradient may be this many times as far off as the whole call's is from a sum of two."""
 _SMALL = 1e-2
 """Of the norm of all gradients: smaller ones are measured by this."""
+
+SINGLE = (torch.float32, torch.complex64)
 
 _ROUNDING = {
     torch.float64: 1e-11,
@@ -73,18 +75,22 @@ def _computed_in(dtype: torch.dtype, device: str) -> torch.dtype:
     """The dtype whose rounding is in a result of dtype `dtype`."""
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    if device == "cuda" and dtype in (torch.float32, torch.complex64) and _may_be_tf32():
-        return torch.float16  # of as many bits
-    return dtype
+    return float32_computed_in(device) if dtype in SINGLE else dtype
 
 
-def _may_be_tf32() -> bool:
-    """Whether convolutions or matrix products of float32 may compute in TF32 on a GPU.
+def float32_computed_in(device: str) -> torch.dtype:
+    """The dtype whose rounding may be in products and convolutions of float32.
 
-    Which algorithm does depends on the batch's shape, too. PyTorch lets convolutions by default.
+    Which algorithm takes fewer bits depends on the batch's shape, too. PyTorch lets convolutions on
+    a GPU by default.
     """
-    cudnn: Any = torch.backends.cudnn  # torch's stub does not know `conv`
-    return "tf32" in (cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+    backend = {"cuda": "cuda", "cpu": "mkldnn"}.get(device)
+    used = {fp32_precision(backend, kind) for kind in ("matmul", "conv", "rnn") if backend}
+    if "bf16" in used:
+        return torch.bfloat16
+    if "tf32" in used and (device == "cuda" or cpu_has_tf32()):
+        return torch.float16  # of as many bits
+    return torch.float32
 
 
 def output_tolerance(output: Tensor) -> float:
