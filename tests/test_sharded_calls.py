@@ -187,10 +187,11 @@ def test_a_single_layer_with_much_work_is_sharded_where_its_module_is_whole() ->
         def __init__(self, size: int) -> None:
             super().__init__()
             self.large, self.small = nn.Linear(size, 512), nn.Linear(512, 3)
+            self.kept: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.large(x)
-            return self.small(self.kept)
+            self.kept.append(self.large(x))
+            return self.small(self.kept[-1])
 
     for size, calls in ((256, 1), (128, 0)):
         model, x = Keeping(size), torch.randn(256, size)
@@ -840,12 +841,15 @@ def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
 def test_rounding_on_a_gpu_is_that_of_tf32_unless_the_script_forbids_it() -> None:
     assert tolerance(torch.float32, "cuda") == tolerance(torch.float16)
     assert tolerance(torch.float64, "cuda") == tolerance(torch.float64)
-    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    kinds: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
     try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
         assert tolerance(torch.float32, "cuda") == tolerance(torch.float32)
     finally:
-        convolutions.fp32_precision = before
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:
@@ -1135,9 +1139,9 @@ class SumsRows(nn.Linear):
 def test_after_some_that_were_found_whole_others_like_them_are_not_compared() -> None:
     compared: list[nn.Module] = []
 
-    def compare(call: Any, *rest: Any) -> Any:
+    def compare(call: Any, *rest: Any, **kwargs: Any) -> Any:
         compared.append(call.module)
-        return equivalence.find_plan(call, *rest)
+        return equivalence.find_plan(call, *rest, **kwargs)
 
     x = torch.randn(8, 6)
     made = [SumsRows(6, 3) for _ in range(6)]

@@ -1207,18 +1207,6 @@ def a_batch_now_and_then_that_is_smaller_than_the_ranks(log: Log) -> None:
 
 
 @whole
-def tensors_kept_in_attributes(log: Log) -> None:
-    class Keeping(Around):
-        def forward(self, x: Tensor) -> Tensor:
-            scores = self.body(x)
-            self.penalty = scores.square().mean()
-            return scores
-
-    model = Keeping()
-    train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model.penalty)
-
-
-@whole
 def draws_from_numpy(log: Log) -> None:
     class Noisy(Around):
         def forward(self, x: Tensor) -> Tensor:

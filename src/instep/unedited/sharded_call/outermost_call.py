@@ -45,7 +45,11 @@ from instep.unedited.sharded_call.run.whole_state import note_changed_parameters
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
-_IN_FIRST_CALL = (ReasonKind.SIDE_EFFECT, ReasonKind.CHANGES_PARAMETERS)
+_IN_FIRST_CALL = (
+    ReasonKind.SIDE_EFFECT,
+    ReasonKind.CHANGES_PARAMETERS,
+    ReasonKind.KEEPS_TENSORS,
+)
 """What many do in their first call only."""
 _CALLS_WITH_ZEROS = 64
 """So many calls of which an output was zero so far are made anew where it no longer is."""
@@ -214,7 +218,7 @@ def _conclude(
 def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
     """Make the first call with this key, or one of the next where the first ones do not tell."""
     with entry.flow.traced() as trace:
-        plan, output, why = find_plan(call, group)
+        plan, output, why = find_plan(call, group, is_first=entry.calls == 1)
     if why is None:
         learn(trace, entry.flow, group)
     elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:

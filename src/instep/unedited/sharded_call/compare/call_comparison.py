@@ -43,7 +43,7 @@ from instep.unedited.sharded_call.plan.stored_parameters import (
     StoredParameter,
     find_stored_parameters,
 )
-from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
+from instep.unedited.sharded_call.run.argument_writes import Unset, run_whole, write_back
 from instep.unedited.sharded_call.run.execution import (
     LocalOutputs,
     join_output,
@@ -68,9 +68,10 @@ class CallComparison:
     should be."""
 
     def __init__(self, call: BoundCall, group: ShardGroup) -> None:
-        self.call, self._group = call, group
-        self.reference = Reference(call)
-        self._tolerances = Tolerances(call, self.reference)
+        self._group = group
+        self.reference = Reference(call, finds_kept=not group.is_virtual)
+        self.call = replace(call, kept=self.reference.kept)
+        self._tolerances = Tolerances(self.call, self.reference)
         self.sums: RowSums | None = None
         """Which of its sums are to be those of the whole batch when it is sharded; None: none."""
         self.known_outputs: tuple[OutputPlan, ...] = ()
@@ -185,8 +186,13 @@ class CallComparison:
                 "its forward uses a tensor from outside that requires a gradient"
             )
         in_caches = leaves_in_caches(structure)  # of which nobody reads most
-        # Joined at once, an output would be no part of the graph of another one.
-        lazy = map(any, zip(in_caches, reference.used_by_others, strict=True))
+        # Joined at once, an output would be no part of the graph of another one. Tensors that are
+        # kept may be read by nobody, either.
+        first_kept = len(local) - reference.count_kept
+        lazy = [
+            in_caches[k] or k >= first_kept or is_used
+            for k, is_used in enumerate(reference.used_by_others)
+        ]
         outputs = tuple(
             replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=is_lazy)
             for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True))
@@ -203,6 +209,7 @@ class CallComparison:
             reference.draws_outside_torch,
             reference.changes_attributes,
             self.stored or (),
+            call.kept,
             _agreed_sums(self.sums, group),
         )
         tag_outputs(chain(*local), region)
@@ -221,6 +228,8 @@ class CallComparison:
         """How the ranks' `k`-th outputs become that of the whole forward. Raises
         ShardedCallError."""
         whole, local = self.reference.outputs[k], parts[0]
+        if isinstance(whole, Unset) and isinstance(local, Unset) and self.known_outputs:
+            return self.known_outputs[k]
         if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
             return OutputPlan("shard")
         if not isinstance(whole, Tensor) or not isinstance(local, Tensor):

@@ -5,6 +5,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _NO_BATCH = WholeReason("no batch among its arguments")
+_KEEPS_TENSORS = WholeReason("its forward sets attributes to tensors", ReasonKind.KEEPS_TENSORS)
 _RETURNS_OTHERS = WholeReason(
     "it returns something else than when its calls were first divided (another number of outputs, "
     "or others)"
@@ -31,16 +33,27 @@ _RETURNS_OTHERS = WholeReason(
 
 
 def find_plan(
-    call: BoundCall, group: ShardGroup
+    call: BoundCall, group: ShardGroup, *, is_first: bool = False
 ) -> tuple[ShardingPlan | None, Any, WholeReason | None]:
     """Find a plan for calls like this one, by trying the candidates.
 
     Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
-    why not. Side effects are those of one forward. Collective.
+    why not. Side effects are those of one forward. `is_first`: whether there was no call like it
+    before. Collective.
     """
     if is_compiled(call.parts):
         allow_repeated_backward()
     comparison, why = _begin(call, group)
+    if why is None and is_first:
+        begins = comparison.reference.begins_to_keep
+        why = first_reason(_KEEPS_TENSORS if begins else None, group.transport)
+    return _search(comparison, why, group)
+
+
+def _search(
+    comparison: CallComparison, why: WholeReason | None, group: ShardGroup
+) -> tuple[ShardingPlan | None, Any, WholeReason | None]:
+    """As `find_plan`, unless `why` rules it out already."""
     reference = comparison.reference
     divisions = list(candidate_divisions(comparison.call.leaves, at_least=group.size))
     if why is None:
@@ -72,7 +85,11 @@ def verify_plan(
     Returns the plan, with what was learned; what the call returns to the script; and why it cannot
     be sharded any more. Collective.
     """
-    comparison, why = _begin(call, group)
+    comparison, why = _begin(replace(call, kept=plan.kept), group)
+    if why is None and on_any_rank(comparison.reference.kept != plan.kept, group.transport):
+        why = _KEEPS_TENSORS if comparison.reference.begins_to_keep else None
+        found, output, why = _search(comparison, first_reason(why, group.transport), group)
+        return found or plan, output, why
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
     if why is None:
         is_changed = comparison.reference.structure != plan.structure
@@ -82,9 +99,9 @@ def verify_plan(
     if gradients and why is None:
         why = _compute_gradients(comparison.reference, group)
     if why is None:
-        found, text = _try(comparison, plan.division, group)
-        if found is not None:
-            return plan.updated(found[0]), found[1], None
+        same, text = _try(comparison, plan.division, group)
+        if same is not None:
+            return plan.updated(same[0]), same[1], None
         why = WholeReason(text)
     return plan, comparison.reference.value(), why
 

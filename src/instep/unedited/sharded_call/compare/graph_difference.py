@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
+from instep.unedited.sharded_call.plan.module_properties import computes_weight
 from instep.unedited.sharded_call.plan.object_graph import GraphNode, ObjectGraph, join
 
 _ABSENT = object()
@@ -26,22 +27,38 @@ def find_difference(
     return _Comparison(actual, expected, before, tolerance).find_difference()
 
 
-def find_change(before: ObjectGraph, after: ObjectGraph, parts: Sequence[nn.Module]) -> str | None:
-    """Say what a forward changed that cannot be set back, or not be divided; None if nothing."""
+def find_change(
+    before: ObjectGraph,
+    after: ObjectGraph,
+    parts: Sequence[nn.Module],
+    kept: Collection[tuple[nn.Module, str]] = (),
+) -> str | None:
+    """Say what a forward changed that cannot be set back, or not be divided; None if nothing.
+
+    `kept`: the attributes that it may set to tensors.
+    """
     own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
     normed = {
-        join(before.nodes[id(part)].path, hook.name)
+        join(before.nodes[id(part)].path, name)
         for part in parts
-        for hook in part._forward_pre_hooks.values()
-        if hasattr(hook, "name")  # torch's for normed weights compute them anew in each forward
+        for name in part.__dict__
+        if computes_weight(part, name)
     }
+    kept_paths = {join(before.nodes[id(part)].path, name) for part, name in kept}
+    in_kept = set()
     for key, (_, path, version) in after.tensors.items():
         if key in own or path in normed:
             continue
         if key not in before.tensors:
-            return f"its forward keeps tensors in {path}"
+            if path not in kept_paths:
+                return f"its forward keeps tensors in {path}"
+            in_kept.add(key)
+            continue
         if before.tensors[key][2] != version:
             return f"its forward changes the tensor {path} in place"
+    for path, key in _tensors_in(after):
+        if key in in_kept and path not in kept_paths:  # in a list, too
+            return f"its forward keeps tensors in {path}"
     for key_, node in after.nodes.items():
         old = before.nodes.get(key_)
         if old is None or _is_unchanged(old, node):
@@ -53,6 +70,17 @@ def find_change(before: ObjectGraph, after: ObjectGraph, parts: Sequence[nn.Modu
         if isinstance(node.contents, str):
             return f"its forward draws from {node.path}, a {type(node.value).__name__}"
     return None
+
+
+def _tensors_in(graph: ObjectGraph) -> Iterator[tuple[str, int]]:
+    """The tensors in each node, after the node's path or, of modules, the attribute's."""
+    for node in graph.nodes.values():
+        if isinstance(node.contents, dict):
+            places = [(_join(node, name), value) for name, value in node.contents.items()]
+        else:
+            values = node.contents if isinstance(node.contents, list | set) else ()
+            places = [(node.path, value) for value in values]
+        yield from ((path, id(value)) for path, value in places if isinstance(value, Tensor))
 
 
 def is_random(before: ObjectGraph, after: ObjectGraph) -> bool:

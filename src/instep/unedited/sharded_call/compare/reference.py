@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from instep.training.autograd_graph import used_by_others
-from instep.training.pytree import ValueSnapshot, find_tensors, flatten
+from instep.training.pytree import ValueSnapshot, find_tensors, flatten, leaves_of
 from instep.unedited.sharded_call.compare.rounding import (
     Products,
     VectorJacobianProducts,
@@ -21,7 +22,12 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
-from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Written, run_whole
+from instep.unedited.sharded_call.run.argument_writes import (
+    ArgumentWatch,
+    TensorAttributes,
+    Written,
+    run_whole,
+)
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
@@ -30,13 +36,18 @@ from instep.unedited.sharded_call.shards.shard_threads import next_sequence_numb
 
 
 class Reference:
-    """The whole forward of a call: its outputs, their gradients, and the state that it left."""
+    """The whole forward of a call: its outputs, their gradients, and the state that it left.
 
-    def __init__(self, call: BoundCall) -> None:
-        self._call = call
+    Args:
+        call: with the attributes in which its forward is known to keep tensors.
+        finds_kept: whether to look for more of these.
+    """
+
+    def __init__(self, call: BoundCall, *, finds_kept: bool) -> None:
         self.before = Snapshot(call.module, call.leaves)
         self.before.note_values(call.module, call.leaves)
-        watch = ArgumentWatch(call.args, call.kwargs)
+        attributes = TensorAttributes(call)
+        watch = ArgumentWatch(call, call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
@@ -47,8 +58,16 @@ class Reference:
         self._side_effect = None if compiles else effects.first
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
-        result = watch.result(self._value)
+        found = attributes.find() if finds_kept and not compiles else ()
+        self.kept = tuple(dict.fromkeys((*call.kept, *found)))
+        """The attributes that it has set to tensors, and those that it is known to set."""
+        self.begins_to_keep = not attributes.has_tensors_before(found)
+        """Whether some of these had no tensors before."""
+        self._call = replace(call, kept=self.kept)
+        result = watch.result(self._value, [place for place in found if place not in call.kept])
         self.outputs, self.structure = flatten(result)
+        self.count_kept = len(leaves_of(result.kept)) if isinstance(result, Written) else 0
+        """How many of its outputs, the last ones, are in these attributes."""
         is_plain = not (isinstance(result, Written) or any(map(is_subclass, self.outputs)))
         self._can_release = call.is_on_accelerator and is_plain
         self._leaves: list[Tensor] | None = None
@@ -91,7 +110,7 @@ class Reference:
             return WholeReason(
                 f"a hook of {self._keeping_hooks[0]} keeps something of what it sees"
             )
-        if why := self._side_effect or self.before.find_change(self.after):
+        if why := self._side_effect or self.before.find_change(self.after, self.kept):
             return why
         return WholeReason("its forward changes its arguments") if self._changes_arguments else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, join
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
@@ -128,8 +129,13 @@ class Snapshot:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
 
-    def find_change(self, after: Snapshot) -> WholeReason | None:
-        """Say what a forward in between changed that rules out sharding; None if nothing."""
+    def find_change(
+        self, after: Snapshot, kept: Sequence[AttributePlace] = ()
+    ) -> WholeReason | None:
+        """Say what a forward in between changed that rules out sharding; None if nothing.
+
+        `kept`: attributes that it may set to tensors.
+        """
         for made in sorted(after._made - self._made):
             return WholeReason(f"its forward makes the part {made}", ReasonKind.MAKES_PART)
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
@@ -140,7 +146,9 @@ class Snapshot:
             is_parameter = changed[0] in (_TRAINED, _FROZEN)
             kind = ReasonKind.CHANGES_PARAMETERS if is_parameter else ReasonKind.LASTING
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
-        return WholeReason.of(graph_difference.find_change(self.graph, after.graph, self._parts))
+        places = {(self._parts[k], name) for k, name in kept}
+        change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
+        return WholeReason.of(change)
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
         """How far the buffers are apart that two forwards have left."""

@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
-from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts
+from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts, with_tensor_attributes
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -47,7 +47,8 @@ def run_watched(
         )
     if found is not None:
         planned, output = found
-        is_new = effects.first or trace.is_new or _has_first_values(planned, output)
+        values = with_tensor_attributes(output, replace(call, kept=planned.kept))
+        is_new = effects.first or trace.is_new or _has_first_values(planned, values)
         if not on_any_rank(bool(is_new), group.transport):
             effects.show_warnings()
             return planned, output, None, False

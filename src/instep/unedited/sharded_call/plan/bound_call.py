@@ -14,6 +14,9 @@ from instep.training.pytree import Structure, flatten_arguments, unflatten
 from instep.unedited.sharded_call.plan.control_flow import begin_forward
 from instep.unedited.sharded_call.plan.module_properties import parts_of
 
+AttributePlace = tuple[int, str]
+"""Which of a call's parts, and the name of an attribute there."""
+
 
 @dataclass(frozen=True)
 class BoundCall:
@@ -26,6 +29,8 @@ class BoundCall:
     leaves: list[Any]
     """The arguments, flat."""
     structure: Structure
+    kept: tuple[AttributePlace, ...] = ()
+    """The attributes that its forward is known to set to tensors."""
 
     @classmethod
     def of(

@@ -211,6 +211,11 @@ def caches_weights(parts: Iterable[nn.Module]) -> bool:
     return torch.is_grad_enabled() and is_caching_weights() and any(map(is_parametrized, parts))
 
 
+def computes_weight(part: nn.Module, name: str) -> bool:
+    """Whether a hook of torch's computes this attribute anew in each forward, a normed weight."""
+    return any(getattr(hook, "name", None) == name for hook in part._forward_pre_hooks.values())
+
+
 def is_compiled(parts: Iterable[nn.Module]) -> bool:
     """Whether any of these is compiled."""
     return any("dynamo_ctx" in part.__dict__ or part._compiled_call_impl for part in parts)

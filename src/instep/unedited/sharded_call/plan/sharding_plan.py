@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.training.blocks import Block
 from instep.training.pytree import Structure
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 
@@ -62,6 +63,8 @@ class ShardingPlan:
     """Whether its forward changes plain values that it keeps."""
     stored: tuple[StoredParameter, ...] = ()
     """Its parameters in lists and objects, if its forward uses some from there."""
+    kept: tuple[AttributePlace, ...] = ()
+    """The attributes that its forward sets to tensors, which are joined as outputs are."""
 
     sums_without_rows: frozenset[tuple[str, int, int]] | None = None
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,

@@ -19,6 +19,8 @@ class ReasonKind(Enum):
     """Likewise; and the ranks' parameters may come to differ by rounding."""
     MAKES_PART = auto()
     """A forward has made a part of its module, which the next call finds."""
+    KEEPS_TENSORS = auto()
+    """A forward has set attributes to tensors, which it may do once, or read in its next call."""
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,35 @@
-"""Items that a forward adds to the dicts among its arguments, replaces in them, or removes.
+"""What a forward leaves for the script beside its outputs, and is joined as they are.
 
-The models of sentence-transformers and of tensordict return their results so. A sharded call gets
-dicts of its own rows; what it has written there is joined like an output, and written into the
-script's dicts.
+- Items that it adds to the dicts among its arguments, replaces in them, or removes. The models of
+  sentence-transformers and of tensordict return their results so. A sharded call gets dicts of its
+  own rows; what it has written there is written into the script's dicts.
+- Tensors to which it sets attributes of its module and the parts: a term of the loss, say.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from instep.training.pytree import ValueSnapshot, attributes_of, is_cache, is_value
-from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.training.pytree import (
+    PLAIN,
+    ValueSnapshot,
+    attributes_of,
+    flatten,
+    is_cache,
+    is_column,
+    is_value,
+    leaves_of,
+    unflatten,
+)
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
+from instep.unedited.sharded_call.plan.module_properties import computes_weight
+from instep.unedited.sharded_call.plan.object_graph import HOOK_TABLES, MODULE_TABLES
 
 
 @dataclass(frozen=True)
@@ -30,12 +44,22 @@ class Written:
     """Of each dict, the items that are new or replaced."""
     removed: tuple[dict[Any, None], ...]
     """Of each dict, the keys that it has no longer."""
+    kept: dict[AttributePlace, Any]
+    """The attributes that were looked at: last, so that their tensors are the last ones."""
+
+
+class Unset(Enum):
+    """In place of what is in an attribute that the forward did not set."""
+
+    UNSET = auto()
 
 
 class ArgumentWatch:
-    """The arguments of a call, before a forward that may change them."""
+    """The arguments of a call, and the attributes in which it is known to keep tensors, before a
+    forward that may change them."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: BoundCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call, self._attributes = call, _attributes(call)
         self._arguments = [*args, *kwargs.values()]
         self._dicts = _dicts(self._arguments)
         self._given = [dict(each.items()) for each in self._dicts]
@@ -51,19 +75,24 @@ class ArgumentWatch:
         """Whether something else was changed than items of the dicts."""
         return not all(snapshot.is_current() for snapshot in self._rest)
 
-    def result(self, output: Any) -> Any:
-        """`output`, or `Written` where items were changed."""
+    def result(self, output: Any, found: Sequence[AttributePlace] = ()) -> Any:
+        """`output`, or `Written` where items were changed, or the call's module keeps tensors in
+        attributes; `found`: those of which that was not known."""
         items, removed = [], []
         for each, given in zip(self._dicts, self._given, strict=True):
             new = {k: v for k, v in each.items() if k not in given or v is not given[k]}
             items.append(new)
             removed.append(dict.fromkeys(k for k in given if k not in each))
-        if not any(items) and not any(removed):
+        kept = {
+            place: _unset(value) if value is self._attributes.get(place, Unset.UNSET) else value
+            for place, value in _attributes(self._call, found).items()
+        }
+        if not any(items) and not any(removed) and not kept:
             return output
         places = [k for k, each in enumerate(self._arguments) if each is output]
         returned = places[0] if places else None
-        kept = output if returned is None else None
-        return Written(kept, returned, tuple(items), tuple(removed))
+        given_back = output if returned is None else None
+        return Written(given_back, returned, tuple(items), tuple(removed), kept)
 
 
 class ArgumentDicts:
@@ -85,12 +114,13 @@ class ArgumentDicts:
 def run_whole(call: BoundCall) -> Any:
     """The whole forward with copies of the script's dicts; returns what `result` does."""
     fresh = call.with_leaves(call.leaves)
-    watch = ArgumentWatch(fresh.args, fresh.kwargs)
+    watch = ArgumentWatch(fresh, fresh.args, fresh.kwargs)
     return watch.result(fresh.run_whole())
 
 
 def write_back(value: Any, call: BoundCall) -> Any:
-    """Write into the script's dicts what a sharded call wrote; returns what the call returns."""
+    """Write into the script's dicts and the module's attributes what a sharded call wrote; returns
+    what the call returns."""
     if not isinstance(value, Written):
         return value
     arguments = [*call.args, *call.kwargs.values()]
@@ -98,7 +128,59 @@ def write_back(value: Any, call: BoundCall) -> Any:
         for key in removed:
             each.pop(key, None)
         each.update(items)
+    for (part, name), kept in value.kept.items():
+        if not any(isinstance(leaf, Unset) for leaf in leaves_of(kept)):
+            call.parts[part].__dict__[name] = kept
     return value.output if value.returned is None else arguments[value.returned]
+
+
+def with_tensor_attributes(output: Any, call: BoundCall) -> Any:
+    """What a call returned to the script, and the attributes in which it keeps tensors."""
+    return Written(output, None, (), (), _attributes(call)) if call.kept else output
+
+
+class TensorAttributes:
+    """The attributes of a call's module before a forward that may set some to tensors."""
+
+    def __init__(self, call: BoundCall) -> None:
+        self._call = call
+        self._before = [dict(part.__dict__) for part in call.parts]
+
+    def find(self) -> tuple[AttributePlace, ...]:
+        """Those that were set to tensors, or to containers with tensors and values in them."""
+        return tuple(
+            (k, name)
+            for k, (part, before) in enumerate(zip(self._call.parts, self._before, strict=True))
+            for name, value in part.__dict__.items()
+            if value is not before.get(name)
+            and name not in HOOK_TABLES | MODULE_TABLES
+            and not isinstance(value, PLAIN)
+            and not computes_weight(part, name)
+            and _has_only_tensors(value)
+        )
+
+    def has_tensors_before(self, places: Iterable[AttributePlace]) -> bool:
+        """Whether all of these had tensors before, too."""
+        return all(_has_only_tensors(self._before[k].get(name)) for k, name in places)
+
+
+def _has_only_tensors(value: Any) -> bool:
+    """Whether this is a tensor, or some in containers, and beside them only plain values."""
+    leaves = leaves_of(value)
+    return any(isinstance(leaf, Tensor) for leaf in leaves) and all(
+        isinstance(leaf, Tensor) or is_value(leaf) or is_column(leaf) for leaf in leaves
+    )
+
+
+def _unset(value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return unflatten([Unset.UNSET] * len(leaves), structure)
+
+
+def _attributes(
+    call: BoundCall, others: Sequence[AttributePlace] = ()
+) -> dict[AttributePlace, Any]:
+    return {(k, name): call.parts[k].__dict__.get(name) for k, name in (*call.kept, *others)}
 
 
 def _dicts(arguments: Sequence[Any]) -> list[MutableMapping[Any, Any]]:

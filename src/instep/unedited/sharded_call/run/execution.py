@@ -26,7 +26,7 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run import sharded_output
-from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Unset, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
@@ -75,6 +75,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
 def _run_sharded(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup
 ) -> tuple[ShardingPlan, Any]:
+    call = replace(call, kept=plan.kept)
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     states = RNGStates.capture() if plan.draws_outside_torch else None
@@ -223,7 +224,7 @@ class _ShardForward:
 
     def run(self) -> None:
         args, kwargs = self._arguments
-        watch = ArgumentWatch(args, kwargs)
+        watch = ArgumentWatch(self._call, args, kwargs)
         with self._region.entered_by_shard():
             output = self._call.run(args, kwargs)
         if watch.has_other_changes():
@@ -277,7 +278,7 @@ def _aliased_parameters(
 def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
     """The script's output, from those of this rank's shards. Collective, unless it stays there."""
     blocks, group, dim, local = region.blocks, region.group, plan.dim, parts[0]
-    if plan.placement == "replicate":
+    if plan.placement == "replicate" or isinstance(local, Unset):
         return local
     if is_subclass(local):  # the script may read its attributes: it does not stay sharded
         joined = join_output(list(map(as_plain, parts)), plan, region)

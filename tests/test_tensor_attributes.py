@@ -1,0 +1,229 @@
+"""Forwards that keep tensors in attributes, from which the script computes its loss after the
+call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call import modules
+from oracle import Log, same_as_one_process
+from sharded_training import Around, Training, train, unedited
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Keeping(Around):
+    """Keeps what `keep` makes of its features."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], None], **attributes: Any) -> None:
+        super().__init__()
+        self.keep = keep
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body[:2](x)
+        self.keep(self, features)
+        scores: Tensor = self.body[2](features)
+        return scores
+
+
+def keeps(
+    keep: Callable[[Any, Tensor], None],
+    term: Callable[[Any], Tensor] | None = None,
+    before: Callable[[Any], None] | None = None,
+    **attributes: Any,
+) -> Training:
+    """A training whose loss has this term of what the model keeps; `before` each call."""
+
+    def training(log: Log) -> None:
+        model = Keeping(keep, **attributes)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if before is not None:
+                before(model)
+            loss = nn.functional.cross_entropy(model(x), y)
+            return loss if term is None else loss + term(model)
+
+        train(log, model, step, steps=6)
+
+    return training
+
+
+def sets(**values: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], None]:
+    def keep(model: Any, features: Tensor) -> None:
+        for name, value in values.items():
+            setattr(model, name, value(model, features))
+
+    return keep
+
+
+def sets_once(model: Any, features: Tensor) -> None:
+    if model.centre is None:
+        model.centre = features.detach().mean(0)
+    model.far = (features - model.centre).square().mean()
+
+
+def sets_in_most_calls(model: Any, features: Tensor) -> None:
+    model.calls += 1
+    if model.calls % 4:
+        model.last = features.square().mean()
+
+
+def caches_by_length(model: Any, features: Tensor) -> None:
+    """Two tables, made anew where the length changes."""
+    if not hasattr(model, "cache") or len(model.cache[0]) != model.length:
+        places = torch.arange(float(model.length))
+        model.cache = (places, places * 0.5)
+
+
+def keeps_in_a_list_as_well(model: Any, features: Tensor) -> None:
+    model.last = features.square().mean()
+    model.seen.append(model.last)
+
+
+def scales_the_last(model: Any, features: Tensor) -> None:
+    last = features.new_ones(()) if model.last is None else model.last.detach()
+    model.last = features.square().sum() + 0.5 * last
+
+
+def begins_later(model: Any) -> None:
+    model.step = model.step + 1.0  # a tensor: of a number a comparison would follow
+    model.weight = (model.step > 4).double()
+
+
+class Layer(nn.Module):
+    """Attention over features, whose weights a script may look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.attention: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(1)
+        self.attention, self.balance = gates, gates.mean(0).square().sum()
+        return x * gates.repeat(1, 2)
+
+
+def of_layers(log: Log) -> None:
+    layers = nn.Sequential(nn.Linear(6, 8), Layer(), Layer(), nn.Linear(8, 3))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(layers(x), y)
+        with torch.no_grad():
+            layers(x + 1)
+            seen = [layer.attention for layer in layers[1:3]]
+        assert [tuple(each.shape) for each in seen] == [(len(x), 4)] * 2
+        loss = loss * (1 + sum(float(each.square().sum()) for each in seen))
+        layers(x)
+        return loss + sum(layer.balance for layer in layers[1:3])
+
+    train(log, layers, step)
+
+
+def the_gradient_of_features(log: Log) -> None:
+    model = Keeping(sets(features=lambda _, h: h))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        (gradient,) = torch.autograd.grad(loss, model.features, create_graph=True)
+        return loss + gradient.square().sum()
+
+    train(log, model, step)
+
+
+DIVIDED: dict[str, tuple[Training, int]] = {
+    "features": (
+        keeps(sets(features=lambda _, h: h), lambda m: m.features.square().mean()),
+        1,
+    ),
+    "a mean, reset": (
+        keeps(
+            sets(last=lambda _, h: h.square().mean()),
+            lambda m: m.last,
+            lambda m: setattr(m, "last", 0.0),
+            last=0.0,
+        ),
+        1,
+    ),
+    "in containers": (
+        keeps(
+            sets(terms=lambda _, h: [h * 2, {"sum": h.square().sum(), "name": "sum"}]),
+            lambda m: m.terms[0].tanh().mean() + 0.01 * m.terms[1]["sum"],
+        ),
+        1,
+    ),
+    "a running mean": (
+        keeps(
+            sets(mean=lambda m, h: 0.9 * m.mean + 0.1 * h.detach().mean(0)),
+            lambda m: m.mean.square().sum(),
+            mean=0.0,
+        ),
+        1,
+    ),
+    "the first rows set the centre": (keeps(sets_once, lambda m: m.far, centre=None), 1),
+    "in most calls": (keeps(sets_in_most_calls, lambda m: m.last.detach(), calls=0), 1),
+    "a cache": (
+        keeps(
+            caches_by_length,
+            lambda m: m.cache[1].sum(),
+            lambda m: setattr(m, "length", m.lengths.pop(0)),
+            lengths=[2, 2, 3, 3, 3, 2],
+        ),
+        1,
+    ),
+    "zero at first": (
+        keeps(
+            sets(last=lambda m, h: (h.flatten() @ h.flatten()) * m.weight),
+            lambda m: m.last * 1e-2,
+            begins_later,
+            step=torch.zeros(()),
+        ),
+        1,
+    ),
+    "of layers": (of_layers, 1),
+    "the gradient of features": (the_gradient_of_features, 1),
+}
+"""And how many of the calls are whole."""
+
+WHOLE: dict[str, Training] = {
+    "a running sum": keeps(
+        sets(total=lambda m, h: m.total + h.detach().square().sum()),
+        lambda m: m.total * 1e-3,
+        total=0.0,
+    ),
+    "the sum and the last one": keeps(scales_the_last, lambda m: m.last * 1e-3, last=None),
+    "the rows before": keeps(
+        sets(last=lambda m, h: h[:12].detach() + (0 if m.last is None else m.last)),
+        lambda m: m.last.mean(),
+        last=None,
+    ),
+    "the largest": keeps(sets(last=lambda _, h: h.amax()), lambda m: m.last),
+    "in a list": keeps(
+        lambda m, h: m.seen.append(h.square().mean()), lambda m: m.seen[-1], seen=[]
+    ),
+    "in a list as well": keeps(keeps_in_a_list_as_well, lambda m: m.seen[-1], seen=[]),
+}
+
+
+def check(log: Log, name: str) -> None:
+    training, whole = DIVIDED[name] if name in DIVIDED else (WHOLE[name], None)
+    unedited(log, training, False)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        counts = modules.call_counts
+        assert whole is None or (counts.whole == whole and counts.sharded > 2 * whole), counts
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_is_kept_is_joined_as_outputs_are(name: str) -> None:
+    same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_counts_on_the_whole_batch_is_whole(name: str) -> None:
+    same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
