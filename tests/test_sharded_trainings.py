@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
@@ -1658,6 +1658,45 @@ def outputs_of_every_kind(log: Log) -> None:
         return loss + got["most"][0].tanh().mean()
 
     train(log, model, step)
+
+
+class Squashed(distributions.TransformedDistribution):
+    """A policy's actions between -1 and 1."""
+
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        self.loc = loc
+        super().__init__(distributions.Normal(loc, scale), [distributions.TanhTransform()])
+
+
+@sharded
+def distributions_of_every_kind(log: Log) -> None:
+    def returned(y: Tensor) -> tuple[distributions.Distribution, ...]:
+        loc, scale = y, y.exp()
+        normal, choice = distributions.Normal(loc, scale), distributions.Categorical(logits=y)
+        return (
+            normal,
+            choice,
+            distributions.Independent(distributions.Normal(loc, 1.0), 1),
+            distributions.MixtureSameFamily(choice, normal),
+            distributions.MultivariateNormal(loc, torch.eye(3).to(loc)),
+            distributions.Beta(scale, 2 * scale),
+            Squashed(loc, scale),
+            distributions.TransformedDistribution(
+                distributions.Normal(torch.zeros_like(loc), 1.0),
+                [distributions.AffineTransform(loc, scale)],
+            ),
+        )
+
+    model = With(returned)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for each in model(x):
+            assert each.batch_shape[0] == len(x)
+            loss = loss - each.log_prob(each.sample()).mean()
+        return loss + distributions.kl_divergence(model(x)[0], distributions.Normal(0, 1)).mean()
+
+    train(log, model, step, lr=0.01)
 
 
 @whole

@@ -86,6 +86,10 @@ def keeps_in_a_list_as_well(model: Any, features: Tensor) -> None:
     model.seen.append(model.last)
 
 
+def keeps_a_distribution_in_a_dict(model: Any, features: Tensor) -> None:
+    model.found["latent"] = torch.distributions.Normal(features, features.exp())
+
+
 def scales_the_last(model: Any, features: Tensor) -> None:
     last = features.new_ones(()) if model.last is None else model.last.detach()
     model.last = features.square().sum() + 0.5 * last
@@ -140,6 +144,13 @@ def the_gradient_of_features(log: Log) -> None:
 DIVIDED: dict[str, tuple[Training, int]] = {
     "features": (
         keeps(sets(features=lambda _, h: h), lambda m: m.features.square().mean()),
+        1,
+    ),
+    "a distribution": (
+        keeps(
+            sets(latent=lambda _, h: torch.distributions.Normal(h, h.exp())),
+            lambda m: m.latent.log_prob(m.latent.sample()).mean(),
+        ),
         1,
     ),
     "a mean, reset": (
@@ -206,6 +217,9 @@ WHOLE: dict[str, Training] = {
     "the largest": keeps(sets(last=lambda _, h: h.amax()), lambda m: m.last),
     "in a list": keeps(
         lambda m, h: m.seen.append(h.square().mean()), lambda m: m.seen[-1], seen=[]
+    ),
+    "a distribution in a dict": keeps(
+        keeps_a_distribution_in_a_dict, lambda m: m.found["latent"].entropy().mean(), found={}
     ),
     "in a list as well": keeps(keeps_in_a_list_as_well, lambda m: m.seen[-1], seen=[]),
 }

@@ -1,6 +1,6 @@
 """Nested values: tuples, lists, dicts, what torch.utils._pytree knows, and beyond that dataclasses,
-attrs classes, SimpleNamespace, subclasses of list, tuple, dict, UserDict and UserList, and the
-caches that language models of transformers return.
+attrs classes, SimpleNamespace, subclasses of list, tuple, dict, UserDict and UserList, the caches
+that language models of transformers return, and torch's distributions.
 
 Other objects are leaves: a copy of them may lack what their class keeps elsewhere.
 """
@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 
 from instep.distributed.generator_states import describe_state, is_generator
 from instep.process.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
@@ -192,6 +193,8 @@ def _parts(value: Any) -> _Parts | None:
         return names, list(value.values()), lambda new: dict(zip(names, new, strict=True))
     if _is_cache_class(cls):  # before torch: some versions register them, and change them so
         return None if _has_hidden_state(cls) else _object_parts(value)
+    if isinstance(value, Distribution | Transform) and not isinstance(value, nn.Module):
+        return _distribution_parts(value)
     children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     if not spec.is_leaf():
         return spec, children, lambda new: tree_unflatten(new, spec)
@@ -252,6 +255,39 @@ def _object_parts(value: Any) -> _Parts:
 
     keys = (cls, names, tuple(own), tuple(mirrored.items()))
     return keys, [*items, *(attributes[name] for name in own)], build
+
+
+def _distribution_parts(value: Distribution | Transform) -> _Parts:
+    """As `_parts`: the attributes, of which several may be one object. The shape of the batch
+    follows from those that begin with it."""
+    cls, attributes = type(value), attributes_of(value)
+    shape = attributes.get("_batch_shape", ())
+    like_batch = tuple(_begin_with(attributes, shape))
+    if like_batch:
+        attributes.pop("_batch_shape", None)
+    unique = list({id(each): each for each in attributes.values()}.values())
+    place_of = {id(each): k for k, each in enumerate(unique)}
+    places = {name: place_of[id(each)] for name, each in attributes.items()}
+
+    def build(children: list[Any]) -> Any:
+        new = object.__new__(cls)
+        new.__dict__.update((name, children[place]) for name, place in places.items())
+        if like_batch:
+            new.__dict__["_batch_shape"] = _shape_of(new.__dict__[like_batch[0]])[: len(shape)]
+        return new
+
+    return (cls, tuple(places.items()), like_batch), unique, build
+
+
+def _begin_with(attributes: dict[str, Any], shape: torch.Size) -> Iterator[str]:
+    """The names of the tensors and distributions among these whose shape begins so."""
+    for name, value in attributes.items():
+        if isinstance(value, Tensor | Distribution) and _shape_of(value)[: len(shape)] == shape:
+            yield name
+
+
+def _shape_of(value: Tensor | Distribution) -> torch.Size:
+    return value.shape if isinstance(value, Tensor) else value.batch_shape
 
 
 def _copy_items(like: Any, items: list[Any]) -> Any:

@@ -69,7 +69,7 @@ class CallComparison:
 
     def __init__(self, call: BoundCall, group: ShardGroup) -> None:
         self._group = group
-        self.reference = Reference(call, finds_kept=not group.is_virtual)
+        self.reference = Reference(call)
         self.call = replace(call, kept=self.reference.kept)
         self._tolerances = Tolerances(self.call, self.reference)
         self.sums: RowSums | None = None

@@ -112,7 +112,8 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
     comparison = CallComparison(gather_arguments(call), group)
     if mismatch is not None:
         return comparison, WholeReason(mismatch)
-    return comparison, first_reason(comparison.reference.check_supported(), group.transport)
+    why = comparison.reference.check_supported(has_one_thread=not group.is_virtual)
+    return comparison, first_reason(why, group.transport)
 
 
 def _try(

@@ -36,14 +36,9 @@ from instep.unedited.sharded_call.shards.shard_threads import next_sequence_numb
 
 
 class Reference:
-    """The whole forward of a call: its outputs, their gradients, and the state that it left.
+    """The whole forward of a call: its outputs, their gradients, and the state that it left."""
 
-    Args:
-        call: with the attributes in which its forward is known to keep tensors.
-        finds_kept: whether to look for more of these.
-    """
-
-    def __init__(self, call: BoundCall, *, finds_kept: bool) -> None:
+    def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
         self.before.note_values(call.module, call.leaves)
         attributes = TensorAttributes(call)
@@ -58,7 +53,7 @@ class Reference:
         self._side_effect = None if compiles else effects.first
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
-        found = attributes.find() if finds_kept and not compiles else ()
+        found = attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
         self.begins_to_keep = not attributes.has_tensors_before(found)
@@ -95,8 +90,13 @@ class Reference:
         """Whether it returns a loss, say, or another mean or sum."""
         return any(isinstance(out, Tensor) and not out.dim() for out in self.outputs)
 
-    def check_supported(self) -> WholeReason | None:
-        """Say what rules out sharding before it is tried; None if nothing does."""
+    def check_supported(self, *, has_one_thread: bool) -> WholeReason | None:
+        """Say what rules out sharding before it is tried; None if nothing does.
+
+        `has_one_thread`: whether shards do not share the attributes of modules.
+        """
+        if self.kept and (is_compiled(self._call.parts) or not has_one_thread):
+            return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
         if opaque:
             return WholeReason(

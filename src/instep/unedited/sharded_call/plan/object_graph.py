@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from instep.distributed.generator_states import describe_state, is_generator
 from instep.process import is_installed, is_stdlib
@@ -340,7 +341,7 @@ def has_contents(value: Any) -> bool:
     """Whether something may be in this that counts: not in objects of torch, for example."""
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.nbytes <= MAX_ARRAY
-    if isinstance(value, nn.Module) or is_generator(value):
+    if isinstance(value, nn.Module | Distribution) or is_generator(value):
         return True
     cls = type(value)
     return not isinstance(value, _ENDS) and cls.__module__.partition(".")[0] not in _OPAQUE
