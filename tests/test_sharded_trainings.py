@@ -1718,6 +1718,22 @@ def outputs_of_another_structure_for_a_part(log: Log) -> None:
 
 
 @sharded
+def running_statistics_of_instances(log: Log) -> None:
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    model = mlp(nn.Unflatten(1, (2, 4)), norm, nn.Flatten())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)
+        with torch.no_grad():
+            expected = model.eval()(x).argmax(1)
+        model.train()
+        return F.cross_entropy(scores, y) + F.cross_entropy(scores, expected)
+
+    train(log, model, step)
+    assert bool((norm.running_mean != 0).all())
+
+
+@sharded
 def synchronised_batch_statistics(log: Log) -> None:
     class Sync(nn.SyncBatchNorm):
         def forward(self, x: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     *patches(
         "in a sharded call the batch statistics are those of the whole batch",
         (nn.functional, "batch_norm", overrides.batch_norm),
+        (nn.functional, "instance_norm", overrides.instance_norm),
         compile="break",
     ),
     *patches(

@@ -62,6 +62,33 @@ def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return with_attributes_of(rows, output) if is_subclass(rows) else output
 
 
+def instance_norm(
+    original: Function,
+    input: Tensor,  # noqa: A002  (torch's name)
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """torch.nn.functional.instance_norm: inside of a sharded call, running statistics are means
+    over the rows of all ranks."""
+    rest = (weight, bias, use_input_stats, *args)
+    region = current_region()
+    if running_mean is None or running_var is None or not use_input_stats or region is None:
+        output: Tensor = original(input, running_mean, running_var, *rest, **kwargs)
+        return output
+    own = running_mean.clone(), running_var.clone()
+    output = original(input, *own, *rest, **kwargs)
+    with torch.no_grad():
+        mean, var = region.sum(torch.stack(own) * region.block.fraction)
+        running_mean.copy_(mean)
+        running_var.copy_(var)
+    return output
+
+
 def pad_packed_sequence(
     original: Function,
     data: Tensor,

@@ -49,6 +49,11 @@ class Region:
         """The number of the shard that this thread computes."""
         return self.group.own[0 if self.threads is None else self.threads.number]
 
+    @property
+    def block(self) -> Block:
+        """The rows of the shard that this thread computes."""
+        return self.blocks[0 if self.threads is None else self.threads.number]
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, this call is under way."""
