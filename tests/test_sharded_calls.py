@@ -557,6 +557,25 @@ def test_gradients_of_another_shape_are_proven_too() -> None:
         assert "computes LearnsLater whole: its gradients are not those" in log.getvalue()
 
 
+class TimeFirst(nn.Module):
+    """Its backward couples the samples, which are dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Normed.apply(self.lstm(x)[0])
+
+
+@ranks(2)
+def test_the_reason_is_that_of_the_division_that_came_furthest() -> None:
+    with sharding() as log:
+        TimeFirst()(torch.randn(8, 6, 4))
+    if instep.rank == 0:
+        assert "computes TimeFirst whole: its gradients are not those" in log.getvalue()
+
+
 def test_sampled_calls_are_few_and_those_with_means_more() -> None:
     for has_sums, expected in ((False, [10, 100]), (True, [1, 2, 3, 4, 10, 100])):
         plan = cast(

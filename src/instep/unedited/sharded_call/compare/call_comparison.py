@@ -81,6 +81,8 @@ class CallComparison:
         they are looked for."""
         self._has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
+        self.progress = (0, 0)
+        """How far the last sharded call was the same: a step, and how many outputs."""
 
     def accept_rounding(self, plan: ShardingPlan) -> None:
         """With this plan it is the same in full precision; half precision may round as it does."""
@@ -146,6 +148,7 @@ class CallComparison:
     def _compare(self, division: Division, group: ShardGroup) -> tuple[ShardingPlan, list[Any]]:
         """Run the call with this division. Raises ShardedCallError if it is not the same."""
         call, reference = self.call, self.reference
+        self.progress = (0, 0)
         run = partial(
             run_local,
             call,
@@ -171,20 +174,18 @@ class CallComparison:
         if structure != reference.structure:
             raise ShardedCallError("its outputs have another structure for a part of the batch")
         after = Snapshot(call.module, call.leaves)
-        if why := self._tolerances.find_difference(after):
-            raise ShardedCallError(why)
-        own = list(chain(*local))
-        if group.is_virtual:  # the threads of shards number their nodes from 0
-            start = 0
-        self._has_foreign_leaf = (group.is_virtual and reference.uses_older()) or (
-            find_leaves(own, start) != []  # then the leaves are looked at in each call
-            if self.stored
-            else _has_foreign_leaf(own, start, call, reference)
-        )
-        if self._has_foreign_leaf:
-            raise ShardedCallError(
-                "its forward uses a tensor from outside that requires a gradient"
+        why = self._tolerances.find_difference(after)
+        if why is None:
+            # The threads of shards number their nodes from 0.
+            start = 0 if group.is_virtual else start
+            own = list(chain(*local))
+            self._has_foreign_leaf = (group.is_virtual and reference.uses_older()) or (
+                find_leaves(own, start) != []  # then the leaves are looked at in each call
+                if self.stored
+                else _has_foreign_leaf(own, start, call, reference)
             )
+            if self._has_foreign_leaf:
+                why = "its forward uses a tensor from outside that requires a gradient"
         in_caches = leaves_in_caches(structure)  # of which nobody reads most
         # Joined at once, an output would be no part of the graph of another one. Tensors that are
         # kept may be read by nobody, either.
@@ -193,10 +194,18 @@ class CallComparison:
             in_caches[k] or k >= first_kept or is_used
             for k, is_used in enumerate(reference.used_by_others)
         ]
-        outputs = tuple(
-            replace(self._plan_output(parts, k, region, in_caches[k]), is_lazy=is_lazy)
-            for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True))
-        )
+        outputs: tuple[OutputPlan, ...] = ()
+        for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True)):
+            self.progress = (1, k)
+            try:
+                plan_of_output = self._plan_output(parts, k, region, in_caches[k])
+            except ShardedCallError as error:
+                raise ShardedCallError(why or str(error)) from None
+            outputs += (replace(plan_of_output, is_lazy=is_lazy),)
+        self.progress = (2, 0)
+        if why:
+            raise ShardedCallError(why)
+        self.progress = (3, 0)
         generators = tuple(reference.before.graph.generators)
         is_random = reference.is_random or bool(generators)  # its own may begin to draw later
         plan = ShardingPlan(
@@ -215,6 +224,7 @@ class CallComparison:
         tag_outputs(chain(*local), region)
         if not self._tolerances.matches_gradients(_join(local, plan, region)):
             raise ShardedCallError("its gradients are not those of the whole batch")
+        self.progress = (4, 0)
         joined = _join(local, plan, region)
         is_open = plan.has_reductions and not self._tolerances.is_proven
         if is_open and not self._holds_for_others(plan, group):

@@ -65,16 +65,16 @@ def _search(
         of_all = partial(RowSums, reference.sum_lengths)
         kinds.insert(0 if reference.returns_scalar else 1, of_all)
         kinds.append(partial(of_all, only_floats=True))
-    reasons = []
+    furthest, text = (-1, 0), ""
     for division in divisions:
         for make_sums in kinds:
             comparison.sums = make_sums()
-            found, text = _try(comparison, division, group)
+            found, reason = _try(comparison, division, group)
             if found is not None:
                 return *found, None
-            if comparison.sums is None:
-                reasons.append(text)
-    return None, reference.value(), WholeReason(reasons[0])
+            if comparison.sums is None and comparison.progress > furthest:
+                furthest, text = comparison.progress, reason
+    return None, reference.value(), WholeReason(text)
 
 
 def verify_plan(

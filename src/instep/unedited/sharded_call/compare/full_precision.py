@@ -57,6 +57,7 @@ def compare_in_full_precision(
             in_float32.sums, in_float32.stored = comparison.sums, comparison.stored
             in_float32.known_outputs = comparison.known_outputs
             found, why = in_float32.try_division(division)
+            comparison.progress = in_float32.progress
     reference.after.restore()
     return None if found is None else found[0], why
 
