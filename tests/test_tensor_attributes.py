@@ -4,15 +4,19 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from instep.unedited.checkpoint.loop_iterations import LoopIterations
 from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.run.region import call_state
 from oracle import Log, same_as_one_process
-from sharded_training import Around, Training, train, unedited
+from pool import ranks
+from sharded_training import Around, Training, sharding, train, unedited
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -241,3 +245,18 @@ def test_what_is_kept_is_joined_as_outputs_are(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_counts_on_the_whole_batch_is_whole(name: str) -> None:
     same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+@ranks(2)
+def saved_by_rank_0(folder: Path) -> None:
+    model = Keeping(sets(features=lambda _, h: h))
+    with pytest.MonkeyPatch.context() as patch, sharding():
+        patch.setattr(call_state, "saves_attributes", False)
+        LoopIterations(folder)
+        for _ in range(3):
+            model(torch.randn(8, 6))
+        assert type(model.features) is Tensor
+
+
+def test_attributes_that_rank_0_saves_alone_have_all_rows(tmp_path: Path) -> None:
+    saved_by_rank_0(tmp_path)

@@ -31,6 +31,7 @@ from instep.unedited.checkpoint.script_objects import ScriptObjects, find_scopes
 from instep.unedited.checkpoint.written_files import WrittenFiles
 from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.sharded_call.run.region import call_state
 
 SHARE = 0.1
 """The part of the time that saving may take; an iteration that ends too early is not saved."""
@@ -38,9 +39,13 @@ _END = object()
 
 
 class LoopIterations:
-    """All training loops of a script, which runs into one after another."""
+    """All training loops of a script, which runs into one after another.
+
+    From then on no sharded call leaves rows in attributes of modules.
+    """
 
     def __init__(self, folder: Path) -> None:
+        call_state.saves_attributes = True
         self._folder = folder
         self._files = WrittenFiles(folder)
         self._entered = 0

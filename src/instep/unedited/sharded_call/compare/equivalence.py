@@ -21,6 +21,7 @@ from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
+from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
@@ -112,7 +113,8 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
     comparison = CallComparison(gather_arguments(call), group)
     if mismatch is not None:
         return comparison, WholeReason(mismatch)
-    why = comparison.reference.check_supported(has_one_thread=not group.is_virtual)
+    joins_attributes = not (group.is_virtual or call_state.saves_attributes)
+    why = comparison.reference.check_supported(joins_attributes=joins_attributes)
     return comparison, first_reason(why, group.transport)
 
 

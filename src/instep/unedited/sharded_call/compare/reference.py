@@ -90,12 +90,12 @@ class Reference:
         """Whether it returns a loss, say, or another mean or sum."""
         return any(isinstance(out, Tensor) and not out.dim() for out in self.outputs)
 
-    def check_supported(self, *, has_one_thread: bool) -> WholeReason | None:
+    def check_supported(self, *, joins_attributes: bool) -> WholeReason | None:
         """Say what rules out sharding before it is tried; None if nothing does.
 
-        `has_one_thread`: whether shards do not share the attributes of modules.
+        `joins_attributes`: whether tensors may be kept in these.
         """
-        if self.kept and (is_compiled(self._call.parts) or not has_one_thread):
+        if self.kept and (is_compiled(self._call.parts) or not joins_attributes):
             return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
         if opaque:

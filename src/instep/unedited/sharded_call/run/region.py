@@ -106,6 +106,9 @@ class CallState:
     """How many calls are under way that run whole, and whose parts may be sharded."""
     is_checkpointed: bool = False
     """Whether what runs now must save the same tensors when backward computes it again."""
+    saves_attributes: bool = False
+    """Whether rank 0 alone saves the attributes of modules now and then, for which it must have
+    all rows."""
 
     @contextmanager
     def calling(self) -> Iterator[None]:
