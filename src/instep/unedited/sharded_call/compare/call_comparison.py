@@ -62,6 +62,9 @@ from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
+NOTHING_RIGHT = (1, 0)
+"""The progress of a sharded call whose first output is not that of the whole one."""
+
 
 class CallComparison:
     """A call, made whole once, and then sharded until it is the same or no reason is left why it
@@ -196,7 +199,7 @@ class CallComparison:
         ]
         outputs: tuple[OutputPlan, ...] = ()
         for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True)):
-            self.progress = (1, k)
+            self.progress = NOTHING_RIGHT[0], k
             try:
                 plan_of_output = self._plan_output(parts, k, region, in_caches[k])
             except ShardedCallError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
-from instep.unedited.sharded_call.compare.call_comparison import CallComparison
+from instep.unedited.sharded_call.compare.call_comparison import NOTHING_RIGHT, CallComparison
 from instep.unedited.sharded_call.compare.full_precision import compare_in_full_precision
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
@@ -66,15 +66,15 @@ def _search(
         of_all = partial(RowSums, reference.sum_lengths)
         kinds.insert(0 if reference.returns_scalar else 1, of_all)
         kinds.append(partial(of_all, only_floats=True))
-    furthest, text = (-1, 0), ""
+    furthest, text = NOTHING_RIGHT, ""
     for division in divisions:
         for make_sums in kinds:
             comparison.sums = make_sums()
             found, reason = _try(comparison, division, group)
             if found is not None:
                 return *found, None
-            if comparison.sums is None and comparison.progress > furthest:
-                furthest, text = comparison.progress, reason
+            if comparison.sums is None and (comparison.progress > furthest or not text):
+                furthest, text = max(comparison.progress, furthest), reason
     return None, reference.value(), WholeReason(text)
 
 
