@@ -246,6 +246,28 @@ def test_a_sum_that_was_zero_is_joined_as_a_sum_later() -> None:
         assert modules.call_counts.whole == 0
 
 
+class Kept(nn.Linear):
+    """The mean of the kept rows, and NaN where none is kept."""
+
+    def forward(self, x: Tensor, keep: Tensor, by_hand: bool) -> Tensor:  # type: ignore[override]
+        rows = super().forward(x).square().mean(1)
+        return (rows * keep).sum() / keep.sum() if by_hand else rows[keep].mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_an_output_that_was_not_finite_is_compared_when_it_is(by_hand) -> None:
+    torch.manual_seed(0)
+    model, x = Kept(4, 3), torch.randn(ROWS, 4)
+    few = torch.arange(ROWS) < 2
+    with sharding():
+        for _ in range(6):
+            assert model(x, few & ~few, by_hand).isnan()
+        assert modules.call_counts.whole == 0
+        found = model(x, few, by_hand)
+    assert torch.allclose(found, model(x, few, by_hand), rtol=1e-5)
+
+
 class Gated(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -254,6 +276,25 @@ class Gated(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
         return y - self.gate * y.softmax(0)
+
+
+class Rooted(Gated):
+    """With a gate of zero its gradient is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + self.gate.square().sqrt()
+
+
+@ranks(2)
+def test_a_call_whose_gradients_were_not_finite_is_compared_until_they_are() -> None:
+    torch.manual_seed(0)
+    model, x = Rooted(), torch.randn(ROWS, 4)
+    with sharding():
+        for _ in range(6):
+            model(x)
+        model.gate.data.fill_(0.5)
+        found = model(x)
+    assert torch.allclose(found, model(x), atol=1e-6)
 
 
 @ranks(2)

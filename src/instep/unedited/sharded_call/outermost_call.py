@@ -184,7 +184,7 @@ def _run_planned(
     if plan is None:
         return _find_plan(call, entry, group)
     if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
-        gradients = mode is _CallMode.COMPARE_ANEW
+        gradients = mode is _CallMode.COMPARE_ANEW or not plan.has_values
         plan, output, why = compare_traced(call, plan, entry.flow, group, gradients=gradients)
         return _conclude(entry, plan, output, why)
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):

@@ -52,7 +52,6 @@ from instep.unedited.sharded_call.run.execution import (
 )
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
-from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     has_attributes_of,
     is_equal,
@@ -257,7 +256,7 @@ class CallComparison:
             )
         if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
             return OutputPlan("replicate")  # the length of a window, say; as a plain number would
-        had_values = has_values(whole)
+        had_values = _has_values(whole) and self.reference.has_finite_gradients()
         known = self.known_outputs[k] if self.known_outputs else None
         candidates = list(candidate_outputs(local, whole, region.blocks[0]))
         if known is not None:  # it is kept as long as it can be, and replaced if nothing proves it
@@ -338,6 +337,11 @@ def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
 
 def _detached(parts: Sequence[Any]) -> list[Any]:
     return [part.detach() for part in parts]
+
+
+def _has_values(whole: Tensor) -> bool:
+    """Whether there is a finite number other than zero in it."""
+    return bool(whole.isfinite().logical_and(whole).any())
 
 
 def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:

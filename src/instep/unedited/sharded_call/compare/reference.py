@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -143,6 +144,11 @@ class Reference:
         if self._products is None:
             return []
         return gradient_errors(self._products.grads(outputs), self._gradients)
+
+    def has_finite_gradients(self) -> bool:
+        """Whether they are, as far as they were computed: others tell nothing."""
+        grads = chain(*self._gradients)
+        return all(grad is None or bool(grad.isfinite().all()) for grad in grads)
 
     def sum_errors(self, outputs: Sequence[Any]) -> list[float]:
         """Of its own outputs, computed anew: see `VectorJacobianProducts.sum_errors`."""

@@ -167,15 +167,18 @@ def gradient_errors(
 def _gradient_errors(
     actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]
 ) -> list[float]:
-    total = sum(float(grad.norm()) ** 2 for grad in expected if grad is not None) ** 0.5
-    floor = _SMALL * total
+    norms = [float(grad.norm()) for grad in expected if grad is not None]
+    floor = _SMALL * math.hypot(*filter(math.isfinite, norms))
     return [_gradient_error(*pair, floor) for pair in zip(actual, expected, strict=True)]
 
 
 def _gradient_error(actual: Tensor | None, expected: Tensor | None, floor: float) -> float:
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
-    return _ratio(float((actual - expected).norm()), max(float(expected.norm()), floor))
+    difference = float((actual - expected).norm())
+    if not math.isfinite(difference):
+        return relative_error(actual, expected, floor)
+    return _ratio(difference, max(float(expected.norm()), floor))
 
 
 def _ratio(difference: float, size: float) -> float:

@@ -1,7 +1,8 @@
 """Calls that are made sharded and watched: what they do may call for a comparison after all.
 
-- An output was zero whenever it was compared. Zeros tell nothing of how the ranks' parts become the
-  whole: a sum, a mean and rows have them alike.
+- An output was zero, or not finite, whenever it was compared. Zeros and NaN tell nothing of how the
+  ranks' parts become the whole: a sum, a mean and rows have them alike. Nor do gradients that are
+  not finite.
 - The forward may have another control flow than in the calls that were compared, on all ranks or
   for the rows of some, or fail for these.
 """
@@ -24,7 +25,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts, with_tensor_attributes
 from instep.unedited.sharded_call.run.execution import run_sharded
-from instep.unedited.sharded_call.run.sharded_output import has_values
+from instep.unedited.sharded_call.run.sharded_output import is_zero
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
@@ -62,11 +63,11 @@ def run_watched(
 
 
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
-    """Whether an output is not zero that was whenever it was compared. What a forward has written
-    into its arguments is not looked at."""
+    """Whether an output is not zero that had no values whenever it was compared. What a forward has
+    written into its arguments is not looked at."""
     outputs, _ = flatten(output)
     return len(outputs) == len(plan.outputs) and any(
-        not how.has_values and has_values(out)
+        not (how.has_values or is_zero(out))
         for out, how in zip(outputs, plan.outputs, strict=True)
     )
 

@@ -253,7 +253,7 @@ _OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def has_values(output: Any) -> bool:
-    """Whether there is anything but zeros in it, or in this rank's part of it."""
+def is_zero(output: Any) -> bool:
+    """Whether there is nothing but zeros in it, or in this rank's part of it."""
     part = output.local if isinstance(output, ShardedOutput) else output
-    return not isinstance(part, Tensor) or bool(part.detach().count_nonzero())
+    return isinstance(part, Tensor) and not part.detach().count_nonzero()
