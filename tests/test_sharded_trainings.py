@@ -588,6 +588,22 @@ def hooks_on_gradients_of_experts_that_some_ranks_do_not_call(log: Log) -> None:
 
 
 @sharded
+def hooks_on_gradients_that_a_backward_does_not_compute(log: Log) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [head(x) for head in self.heads]
+
+    model = Heads()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g.clamp(-0.05, 0.05))
+    train(log, model, lambda x, y: F.cross_entropy(model(x)[0], y))
+
+
+@sharded
 def gradients_of_experts_that_the_script_asks_for(log: Log) -> None:
     model = Experts()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private import current_graph_task_id, hooks_of
 from instep.training.blocks import Block
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import finish_buckets
@@ -131,12 +131,20 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        sums = _Alias._sums(ctx, grads)
+        if have_hooks(ctx.parameters):
+            pairs = zip(ctx.parameters, sums, strict=True)
+            _keep_from_none(parameter for parameter, total in pairs if total is None)
+        return None, None, None, None, *sums
+
+    @staticmethod
+    def _sums(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """The sums over the ranks; None for those that travel in a bucket or have no gradient."""
         backward = ctx.gradients.backward
         if ctx.group.is_virtual:
-            return None, None, None, None, *_sum_shards(ctx, grads)
+            return _sum_shards(ctx, grads)
         if backward is None or not backward.accepts(ctx.bucket):
-            own = _without_gaps(grads, ctx.parameters, ctx.group)
-            return None, None, None, None, *_reduce_now(own, ctx.group)
+            return _reduce_now(_without_gaps(grads, ctx.parameters, ctx.group), ctx.group)
         sums: list[Tensor | None] = [None] * len(grads)
         at_once = [index == AT_ONCE for index in ctx.indices]
         if have_hooks(ctx.parameters):  # by now: the forward saw none
@@ -154,7 +162,26 @@ class _Alias(torch.autograd.Function):
             else:
                 ctx.bucket.add(index, grad)
         backward.finish_call(ctx.bucket)
-        return None, None, None, None, *sums
+        return sums
+
+
+def _keep_from_none(parameters: Iterable[Tensor]) -> None:
+    """Let the script's hooks on these be called for gradients only. Autograd would call them with
+    None: the node of their aliases is reached for the sake of other parameters."""
+    for hooks in filter(None, map(hooks_of, parameters)):
+        for key, hook in hooks.items():
+            if not isinstance(hook, _GradientHook):
+                hooks[key] = _GradientHook(hook)
+
+
+class _GradientHook:
+    """A hook of the script's that is not called where there is no gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        return None if grad is None else self._hook(grad)
 
 
 def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
