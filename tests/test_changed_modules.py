@@ -268,6 +268,23 @@ def test_an_output_that_was_not_finite_is_compared_when_it_is(by_hand) -> None:
     assert torch.allclose(found, model(x, few, by_hand), rtol=1e-5)
 
 
+class Mixing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(0.7 * x + 0.3 * x.flip(0))
+
+
+@ranks(2)
+def test_what_rows_get_from_others_is_found_when_they_are_no_longer_equal() -> None:
+    torch.manual_seed(0)
+    model, x = Mixing(4, 3), torch.randn(ROWS, 4)
+    with sharding():
+        for _ in range(3):
+            model(x[:1].expand(ROWS, 4))
+        assert modules.call_counts.sharded == 3
+        found = model(x)
+    assert torch.allclose(found, model(x), atol=1e-6)
+
+
 class Gated(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 3)

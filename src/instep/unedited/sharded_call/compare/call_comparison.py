@@ -81,6 +81,8 @@ class CallComparison:
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
+        self._is_proof = False
+        """Whether its arguments and gradients are such that they tell rows apart."""
         self._has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
         self.progress = (0, 0)
@@ -151,6 +153,8 @@ class CallComparison:
         """Run the call with this division. Raises ShardedCallError if it is not the same."""
         call, reference = self.call, self.reference
         self.progress = (0, 0)
+        has_different_rows = division.has_different_rows(call.leaves)
+        self._is_proof = has_different_rows and reference.has_finite_gradients()
         run = partial(
             run_local,
             call,
@@ -256,7 +260,7 @@ class CallComparison:
             )
         if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
             return OutputPlan("replicate")  # the length of a window, say; as a plain number would
-        had_values = _has_values(whole) and self.reference.has_finite_gradients()
+        had_values = self._is_proof and _has_values(whole)
         known = self.known_outputs[k] if self.known_outputs else None
         candidates = list(candidate_outputs(local, whole, region.blocks[0]))
         if known is not None:  # it is kept as long as it can be, and replaced if nothing proves it

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instep.training.pytree import is_column
@@ -28,6 +29,12 @@ class Division:
             _size(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True) if dim is not None
         }
         return sizes.pop() if len(sizes) == 1 else None
+
+    def has_different_rows(self, leaves: Sequence[Any]) -> bool:
+        """Whether any of the tensors that it divides has. Equal ones, as of a first call with zeros,
+        do not tell what a row gets from other rows."""
+        pairs = zip(leaves, self.dims, strict=True)
+        return any(dim is not None and not _has_equal_rows(leaf, dim) for leaf, dim in pairs)
 
 
 def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
@@ -90,6 +97,12 @@ def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
     """The different sizes of tensors in this dimension."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim]
     return list(dict.fromkeys(tensor.shape[dim] for tensor in tensors))
+
+
+def _has_equal_rows(leaf: Any, dim: int) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return False
+    return torch.equal(leaf, leaf.narrow(dim, 0, 1).expand_as(leaf))
 
 
 def _is_square(leaf: Any) -> bool:
