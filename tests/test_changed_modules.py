@@ -425,6 +425,42 @@ def test_weights_of_classes_are_told_from_rows_where_there_are_as_many() -> None
     assert torch.allclose(torch.stack(losses), torch.stack(expected), rtol=1e-5)
 
 
+def changed_in_place(model: nn.Module, x: Tensor, change: str) -> list[Tensor]:
+    """What a script sees of rows that it changes through one of their shapes."""
+    out = model(x)
+    flat = out.view(-1)
+    if change == "output":
+        out[:, 1] = -4
+    elif change == "other shape":
+        flat[::2] *= 2
+    else:
+        out[:2].zero_()
+    loss = F.mse_loss(flat, torch.ones(flat.shape)) + F.mse_loss(out, torch.zeros(out.shape))
+    grad_of_out: tuple[Tensor, ...] = ()
+    if change != "other shape":
+        out.register_hook(lambda g: 3 * g)
+        grad_of_out = torch.autograd.grad(loss, out, retain_graph=True)
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return [loss.detach(), flat.detach(), *grad_of_out, *grads]
+
+
+@ranks(2)
+def test_what_is_changed_in_place_is_changed_in_each_shape() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(ROWS, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_output, "LARGE", 1)
+        for change in ("output", "other shape", "rows"):
+            with sharding():
+                assert isinstance(model(x), sharded_output.ShardedOutput)
+                found = changed_in_place(model, x, change)
+            expected = changed_in_place(model, x, change)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other)
+
+
 @ranks(2)
 def test_a_thread_of_the_script_reads_an_output_while_the_main_thread_goes_on() -> None:
     torch.manual_seed(0)

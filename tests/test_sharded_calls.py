@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import instep
 from instep.distributed.communication.transport import get_transport
@@ -1018,6 +1019,21 @@ def test_a_model_that_was_made_in_inference_mode_is_sharded() -> None:
         with sharding() as said:
             torch.testing.assert_close(model(x), expected)
             assert (modules.call_counts.sharded, said.getvalue()) == (1, "")
+
+
+@ranks(2)
+def test_operations_are_counted_for_whole_batches() -> None:
+    model, x = mlp(), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    counters = [FlopCounterMode(display=False) for _ in range(2)]
+    with counters[0]:
+        model(x)
+    with sharding() as said:
+        model(x)
+        with counters[1]:
+            model(x)
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
+    assert counters[1].get_total_flops() == counters[0].get_total_flops() > 0
+    assert instep.rank or "where a FlopCounterMode sees its operations" in said.getvalue()
 
 
 @ranks(2)

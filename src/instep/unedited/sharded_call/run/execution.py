@@ -246,7 +246,7 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
     """An argument as each of this rank's shards gets it."""
     blocks = region.blocks
     if isinstance(leaf, ShardedOutput):
-        if dim == 0 and leaf.full is None and leaf.block == blocks[0]:
+        if dim == 0 and leaf.is_on_ranks() and leaf.block == blocks[0]:
             return [pass_to_region(leaf.local)]
         leaf = leaf.full_tensor()
     if dim is not None and not isinstance(leaf, Tensor):

@@ -26,6 +26,7 @@ from instep.process.torch_private import (
     tree_map_only,
 )
 from instep.training.blocks import Block
+from instep.training.pytree import versions
 from instep.unedited.sharded_call.run.mappings import (
     gather_from_region,
     gather_rows,
@@ -60,6 +61,9 @@ class ShardedOutput(Tensor):
     group: ShardGroup
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
+    fulls: list[tuple[Tensor, list[int]]]
+    """Those of this tensor and of its other shapes, which share memory in plain Python, with the
+    versions that they had at first."""
     number: int
     """Equal on all ranks: all make these tensors in the same order."""
     retains_own_grad: bool
@@ -80,10 +84,26 @@ class ShardedOutput(Tensor):
         """All rows. Collective, the first time."""
         if self.full is None and threading.current_thread() is not threading.main_thread():
             return self._full_in_thread()
-        if self.full is None:
-            with torch.set_grad_enabled(self.requires_grad):
+        changed = self.changed_rows()
+        with torch.set_grad_enabled(self.requires_grad):
+            if changed is not None and (self.full is None or not _share_memory(changed, self.full)):
+                self.full = changed.view(self.shape)
+            elif self.full is None:
                 self.full = apply(_FullTensor, self)
+                self.fulls.append((self.full, versions([self.full])))
         return self.full
+
+    def changed_rows(self) -> Tensor | None:
+        """All rows, in the shape in which an operation has changed them in place; None if none
+        has."""
+        for full, version in self.fulls:
+            if full.is_inference() or version != versions([full]):
+                return full
+        return None
+
+    def is_on_ranks(self) -> bool:
+        """Whether no operation has needed all rows."""
+        return self.full is None and self.changed_rows() is None
 
     def _full_in_thread(self) -> Tensor:
         """All rows, for a thread of the script's that reads them on every rank while the main
@@ -94,7 +114,7 @@ class ShardedOutput(Tensor):
 
     def is_aligned_with(self, other: ShardedOutput) -> bool:
         """Whether both are still on their ranks, row by row."""
-        if self.full is not None or other.full is not None:
+        if not (self.is_on_ranks() and other.is_on_ranks()):
             return False
         return self.block == other.block and self.shape[0] == other.shape[0]
 
@@ -137,6 +157,7 @@ class _Shard(torch.autograd.Function):
             device=local.device,
         )
         output.local, output.block, output.group, output.full = local, block, group, None
+        output.fulls = []
         output.number = next(_numbers) % _CHANNELS
         output.retains_own_grad, output.own_grad = False, None
         return output
@@ -177,7 +198,7 @@ _DESCRIBING = frozenset(
 
 def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> ShardedOutput | None:
     """The same rows in another shape; None if they would not remain each rank's own."""
-    if output.full is not None:
+    if not output.is_on_ranks():
         return None
     block = output.block
     with DisableTorchFunctionSubclass():
@@ -185,12 +206,21 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
     if not shape or shape[0] % block.total or output.shape[0] % block.total:
         return None
     rows = block.count * (shape[0] // block.total)
-    return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.group)
+    reshaped = ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.group)
+    if output.local.is_contiguous():  # else plain Python has a copy
+        reshaped.fulls = output.fulls
+    return reshaped
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
 
 
 def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """As Tensor.register_hook. A loss may use the local rows, and something else all rows: both
-    gradients come together in the local ones."""
+    gradients come together in the local ones, unless the rows were changed in place before."""
+    if output.changed_rows() is not None:
+        return output.full_tensor().register_hook(hook)
 
     def call_hook(grad: Tensor) -> Tensor | None:
         found = hook(_gathered(grad, output))
@@ -232,11 +262,15 @@ def grad_of_outputs(
     args, kwargs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, (args, kwargs))
     outputs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-    own = [each.local if isinstance(each, ShardedOutput) else each for each in inputs]
+    on_ranks = [
+        isinstance(each, ShardedOutput) and each.changed_rows() is None for each in inputs
+    ]
+    own = [each.local if is_own else each for each, is_own in zip(inputs, on_ranks, strict=True)]
+    own = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, own)
     found = original(outputs, own, *args, **kwargs)
     return tuple(
-        _gathered(grad, each) if isinstance(each, ShardedOutput) and grad is not None else grad
-        for each, grad in zip(inputs, found, strict=True)
+        _gathered(grad, each) if is_own and grad is not None else grad
+        for each, grad, is_own in zip(inputs, found, on_ranks, strict=True)
     )
 
 
