@@ -67,8 +67,7 @@ def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
     written into its arguments is not looked at."""
     outputs, _ = flatten(output)
     return len(outputs) == len(plan.outputs) and any(
-        not (how.has_values or is_zero(out))
-        for out, how in zip(outputs, plan.outputs, strict=True)
+        not (how.has_values or is_zero(out)) for out, how in zip(outputs, plan.outputs, strict=True)
     )
 
 

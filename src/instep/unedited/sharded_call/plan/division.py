@@ -31,8 +31,8 @@ class Division:
         return sizes.pop() if len(sizes) == 1 else None
 
     def has_different_rows(self, leaves: Sequence[Any]) -> bool:
-        """Whether any of the tensors that it divides has. Equal ones, as of a first call with zeros,
-        do not tell what a row gets from other rows."""
+        """Whether any of the tensors that it divides has. Equal ones, as of a first call with
+        zeros, do not tell what a row gets from other rows."""
         pairs = zip(leaves, self.dims, strict=True)
         return any(dim is not None and not _has_equal_rows(leaf, dim) for leaf, dim in pairs)
 

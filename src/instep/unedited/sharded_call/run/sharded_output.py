@@ -262,9 +262,7 @@ def grad_of_outputs(
     args, kwargs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, (args, kwargs))
     outputs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-    on_ranks = [
-        isinstance(each, ShardedOutput) and each.changed_rows() is None for each in inputs
-    ]
+    on_ranks = [isinstance(each, ShardedOutput) and each.changed_rows() is None for each in inputs]
     own = [each.local if is_own else each for each, is_own in zip(inputs, on_ranks, strict=True)]
     own = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, own)
     found = original(outputs, own, *args, **kwargs)
