@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -79,11 +80,16 @@ def tuning(sharded: float, whole: float, divide: str = "auto") -> Iterator[None]
         modules.reset()
 
 
+def different_rows(*shape: int) -> torch.Tensor:
+    """Of equal ones each call would be compared."""
+    return torch.arange(math.prod(shape)).view(shape) / 48
+
+
 def last_rows(calls: int, model: nn.Module, rows: int, *, backward: bool = True) -> int:
     """How many rows this rank computed in the last of so many calls."""
     for _ in range(calls):
         with torch.set_grad_enabled(backward):
-            output = model(torch.ones(rows, 4))
+            output = model(different_rows(rows, 4))
         if backward:
             model.zero_grad()
             output.sum().backward()
@@ -140,7 +146,7 @@ def test_a_chosen_whole_call_communicates_nothing() -> None:
     with tuning(sharded=3.0, whole=1.0):
         assert last_rows(12, model, 12) == 12
         for _ in range(20 * (1 - instep.rank)):
-            model(torch.ones(12, 4, requires_grad=False)).sum().backward()
+            model(different_rows(12, 4)).sum().backward()
         whole = modules.call_counts.whole
     instep.barrier()
     assert whole >= 8 + 20 * (1 - instep.rank)
@@ -187,7 +193,7 @@ def test_calls_before_one_backward_are_computed_alike() -> None:
     model = Timed(4, 4)
     with tuning(sharded=3.0, whole=1.0):
         for _ in range(12):
-            x = torch.ones(12, 4)
+            x = different_rows(12, 4)
             timed.seen.clear()
             for _ in range(5):
                 x = model(x.detach()) + x
@@ -271,7 +277,7 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
             model(torch.ones(1, 4, requires_grad=False))
         assert entry.calls <= 3
         for _ in range(20):
-            model(torch.ones(1, 12, 4)).sum().backward()
+            model(different_rows(1, 12, 4)).sum().backward()
         assert timed.seen[-1] == 6
 
 
@@ -333,7 +339,7 @@ def test_of_many_calls_before_a_backward_the_first_ones_are_compared(
             total = torch.zeros(12, 3, requires_grad=True) + 0
             total.register_hook(takes_long)
             for _ in range(calls):
-                total = total + model(torch.ones(12, 4))
+                total = total + model(different_rows(12, 4))
             total.sum().backward()
         assert timed.seen[-1] == rows
 
@@ -343,7 +349,7 @@ def test_calls_that_no_backward_ever_reaches_are_compared_as_well() -> None:
     model = Timed(4, 3)
     with tuning(sharded=1.0, whole=3.0):
         for _ in range(6 * (timed_calls.MAX_CALLS + timed_calls._MAX_SKIPPED)):
-            model(torch.ones(12, 4))
+            model(different_rows(12, 4))
         assert timed.seen[-1] == 6
 
 

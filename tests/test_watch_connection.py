@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from instep.distributed.watchdog import call_stack
 from instep.distributed.watchdog.connection import KEEPALIVE, connect
 
 
@@ -36,3 +37,9 @@ def test_a_lost_host_is_noticed_whatever_the_launcher_says_of_hosts():
 
 def test_within_a_host_nothing_is_probed():
     assert not kept_alive("127.0.0.1")[0]
+
+
+def test_a_wait_at_exit_is_no_collective_once_the_groups_are_closed() -> None:
+    found: list[object] = []
+    call_stack.wait_at_exit(lambda: found.append(call_stack.main_thread_wait()))
+    assert found == [None]

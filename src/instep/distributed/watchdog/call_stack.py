@@ -145,6 +145,8 @@ def _wait(frame: FrameType) -> dict[str, Any] | None:
         op = frame.f_locals["signature"].text
         return {"op": op, "members": signals.ranks, "sequence": signals.sequence}
     if frame.f_code is wait_at_exit.__code__:
+        if not dist.is_initialized():  # it has closed the groups by now
+            return None
         at_exit: dict[str, object] = {"call": "exit", "line": end_of_script()}
         return at_exit | {"op": "exit", "members": _members(None)}
     name = frame.f_code.co_name
