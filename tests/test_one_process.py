@@ -284,6 +284,8 @@ MEASURED = """
 import os, signal, subprocess, sys
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from instep.unedited.data import exchange_policy
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.one_process.process_choice import Phase, ProcessChoice
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
@@ -305,9 +307,27 @@ torch.set_default_dtype(torch.float64)
 first = nn.Linear(8, 16, bias=False)
 model = nn.Sequential(first, nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
-x, y = torch.randn(32, 8), torch.randint(3, (32,))
-kept, caught = [], 0
+
+class Rows:
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        return torch.sin(torch.arange(8.0) * index), index % 3
+
+exchange_policy.is_exchange_faster = lambda *given: False
+next_batch = exchange_policy.ExchangePolicy.next_batch
+def next_checked(policy):
+    policy._batches = 3  # every batch is checked where ranks can compare
+    return next_batch(policy)
+exchange_policy.ExchangePolicy.next_batch = next_checked
+loader = DataLoader(Rows(), batch_size=32, shuffle=True)
+def batches():
+    while True:
+        yield from loader
+
+kept, caught, data = [], 0, batches()
 for step in range(stop):
+    x, y = next(data)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x), y)
     if event == "keeps graphs":
@@ -325,6 +345,7 @@ for step in range(stop):
                 caught += 1
         except KeyboardInterrupt:
             pass
+data.close()
 print(f"{loss.item():.10f}")
 torch.save([model.state_dict(), optimizer.state_dict()["state"][0]], sys.argv[1] + "/model.pt")
 print(step + 1, file=sys.stderr)

@@ -23,7 +23,6 @@ from instep.distributed.flight_record.recorder import phase
 from instep.process import print_line, settings
 from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
-from instep.training.blocks import Block
 from instep.training.random_streams import is_deterministic
 from instep.training.shards import ShardedLoader
 from instep.unedited.data.batch_exchange import (
@@ -85,11 +84,10 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     policy = _known(loader).policies.setdefault(
         (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
     )
-    block = Block(transport.rank, transport.size, 0)
     row_loader = copy.copy(loader)
     vars(row_loader).update(
         dataset=RowDataset(loader.dataset, loader.collate_fn),
-        batch_sampler=RowBatchSampler(loader.batch_sampler or (), loader.generator, block, policy),
+        batch_sampler=RowBatchSampler(loader.batch_sampler or (), loader.generator, policy),
         collate_fn=no_collate,
     )
     if loader.num_workers:

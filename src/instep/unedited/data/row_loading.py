@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from instep.distributed.communication.rank_local import rank_local
+from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
@@ -90,7 +91,6 @@ class RowBatchSampler:
         self,
         batches: Iterable[Iterable[Any]],
         generator: torch.Generator | None,
-        block: Block,
         policy: ExchangePolicy,
     ) -> None:
         self.planned: deque[LoadPlan] = deque()
@@ -99,7 +99,6 @@ class RowBatchSampler:
         self.channel = 0
         """The number of the messages between threads that iterate over it; 0 before the first."""
         self._generator = generator or torch.default_generator
-        self._block = block
         self._policy = policy
         self._samples = 0
 
@@ -116,7 +115,8 @@ class RowBatchSampler:
     def _requests(self, batches: Iterator[Iterable[Any]], seed: int) -> Iterator[RowRequest]:
         for batch in batches:
             indices = list(batch)
-            block = Block(self._block.rank, self._block.size, len(indices))
+            transport = get_transport()
+            block = Block(transport.rank, transport.size, len(indices))
             plan = LoadPlan(seed, self._samples, indices, block, *self._policy.next_batch())
             self._samples += len(indices)
             self.planned.append(plan)

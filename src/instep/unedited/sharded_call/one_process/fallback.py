@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter
 from typing import Protocol
 
@@ -40,6 +40,9 @@ class ScriptRanks(Protocol):
     def is_loading_shared(self) -> bool:
         """Whether the ranks share the loading of data, or a loader in use has rows of other ranks
         still to come."""
+
+    def loading_alone(self) -> AbstractContextManager[None]:
+        """Inside, this rank loads whole batches."""
 
     def tell(self, verdict: Callable[[], str]) -> str:
         """`verdict()` of rank 0, for which the other ranks wait."""
@@ -128,9 +131,7 @@ class Fallback:
             return
         if choice.drain_steps.bit_count() > 1:  # each look costs a message
             return
-        is_bound = self._ranks.has_outputs()
-        is_bound |= choice.is_for_one and self._ranks.is_loading_shared()
-        if self._on_any_rank(is_bound):
+        if self._on_any_rank(self._ranks.has_outputs() or self._ranks.is_loading_shared()):
             return
         threads = torch.get_num_threads()
         if threads == self._threads_before:  # the script has not set it
@@ -153,6 +154,7 @@ class Fallback:
             transport.recv_object(transport.rank - 1)
         assert self._cores is not None
         self._turn.enter_context(use_transport(LocalTransport()))
+        self._turn.enter_context(self._ranks.loading_alone())
         self._turn.enter_context(pausing_steps())
         self._turn.enter_context(self._cores.applied())
 
