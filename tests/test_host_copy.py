@@ -154,7 +154,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_on_all_ranks() -> None:
             get_transport().open_memory(PAGE)
     with pytest.MonkeyPatch.context() as patch:
         if instep.rank == 1:
-            patch.setattr(memory_handover, "_CREDENTIALS", _OfAnother)
+            patch.setattr(memory_handover, "CREDENTIALS", _OfAnother)
         with pytest.raises(SharedMemoryError, match="another process" if instep.rank else "could"):
             get_transport().open_memory(PAGE)
     os.close(get_transport().open_memory(PAGE))  # the group goes on
@@ -165,7 +165,7 @@ def _refuse(_: int) -> int:
 
 
 class _OfAnother:
-    size = memory_handover._CREDENTIALS.size
+    size = memory_handover.CREDENTIALS.size
 
     @staticmethod
     def unpack(_: bytes) -> tuple[int, int, int]:

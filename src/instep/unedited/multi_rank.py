@@ -89,11 +89,13 @@ class SessionInfo:
 class MultiRankSession:
     """What is installed in a world of several ranks, until `end`."""
 
+    _is_alone = False
+    """Whether rank 0 goes on alone."""
+
     def __init__(self, on_opt_out: opt_out.OnOptOut) -> None:
         """Join the other ranks and install everything. Collective. Raises LaunchError."""
         self._installed = False
         self._has_failed = False
-        self._is_alone = False
         self._process = os.getpid()
         atexit.register(self.end)  # runs after what rendezvous and the script register
         self.world = _join()
