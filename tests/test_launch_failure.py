@@ -165,6 +165,30 @@ def _wait_for_zombie(supervisor: psutil.Process) -> None:
                 return
 
 
+def test_a_rank_that_fails_runs_what_its_script_has_registered_for_its_end(launch: Launch) -> None:
+    script = launch.script("""
+        import atexit, psutil
+        if rank == 0:
+            with open("draft", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("draft", "pid")
+            meeting.come()
+            forever()
+        meeting.wait_for(1)
+        other = psutil.Process(int(open("pid").read()))
+
+        def save():
+            while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+                pass  # it is ended first
+            open("saved", "w").close()
+
+        atexit.register(save)
+        sys.exit(7)
+    """)
+    assert launch.run("-n", 2, script).returncode == 7
+    assert (launch.folder / "saved").exists()
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(launch: Launch) -> None:
     script = launch.script("""
         if rank == 0:

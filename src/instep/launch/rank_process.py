@@ -95,6 +95,10 @@ class RankProcess:
         # Gloo aborts a rank that receives more than it expects.
         return self.end is not None and self.end.code not in (0, -signal.SIGABRT)
 
+    def is_exiting(self) -> bool:
+        """Whether it has failed by itself, and its process has not ended yet."""
+        return self.end is None and self.failed_by_itself()
+
     def reap(self) -> None:
         """Wait for the process, and release its id."""
         self._process.wait()

@@ -1,4 +1,5 @@
-"""Signals that ask a command to end: queued for a selector, or raised as SystemExit."""
+"""Signals that ask a command to end: queued for a selector, or raised as SystemExit; and those by
+which it then ends its ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +8,41 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1)
 """They ask for a report on the job: where its ranks are (Ctrl-\\), and how fast."""
+
+
+@dataclass(frozen=True)
+class EndStep:
+    """One step of ending a job: a signal, then a wait."""
+
+    signal: signal.Signals | None
+    """The signal to every rank that still runs; None: no signal."""
+    timeout: float
+    """Seconds until the next step."""
+
+
+KILL = EndStep(signal.SIGKILL, float("inf"))
+AFTER_FAILURE = (
+    EndStep(None, 0.1),  # ranks that fail for the same reason may still report it
+    EndStep(signal.SIGTERM, 1.0),
+    KILL,
+)
+AFTER_INTERRUPT = (
+    EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
+    EndStep(signal.SIGTERM, 1.0),
+    KILL,
+)
+AFTER_SIGNAL = {
+    # The script may catch it and continue, until a second SIGINT.
+    signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 1.0), KILL),
+    signal.SIGTERM: (EndStep(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
+    signal.SIGHUP: (EndStep(signal.SIGTERM, 30.0), KILL),
+}
 
 
 class SignalQueue:

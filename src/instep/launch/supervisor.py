@@ -28,7 +28,15 @@ from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, RankSpec, StartRank, start_rank
 from instep.launch.reaper import Reaper, end_ranks
-from instep.launch.signals import REPORT_SIGNALS, SignalQueue
+from instep.launch.signals import (
+    AFTER_FAILURE,
+    AFTER_INTERRUPT,
+    AFTER_SIGNAL,
+    KILL,
+    REPORT_SIGNALS,
+    EndStep,
+    SignalQueue,
+)
 from instep.launch.where.command import print_report
 from instep.launch.worker.control_bytes import FAILED
 from instep.process import pending_writes, print_line, settings, storage
@@ -37,41 +45,13 @@ from instep.process.failure import Failure, RankExit, first_failure, format_inte
 from instep.process.last_position import LastPosition
 from instep.training.checkpoint.resume_point import ResumePoint
 
-
-@dataclass(frozen=True)
-class EndStep:
-    """One step of ending a job: a signal, then a wait."""
-
-    signal: signal.Signals | None
-    """The signal to every rank that still runs; None: no signal."""
-    timeout: float
-    """Seconds until the next step."""
-
-
-KILL = EndStep(signal.SIGKILL, float("inf"))
 POLL_INTERVAL = 0.05
 """Seconds between two checks whether a rank has finished its file."""
-AFTER_FAILURE = (
-    EndStep(None, 0.1),  # ranks that fail for the same reason may still report it
-    EndStep(signal.SIGTERM, 1.0),
-    KILL,
-)
 CAUSE_SECONDS = 2.5
 """The first step lasts this long while no rank has failed by itself: on a busy host the rank with
 the cause may still be about to report it, or its watcher the collective that it has entered."""
-AFTER_INTERRUPT = (
-    EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
-    EndStep(signal.SIGTERM, 1.0),
-    KILL,
-)
-AFTER_SIGNAL = {
-    # The script may catch it and continue, until a second SIGINT.
-    signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 1.0), KILL),
-    signal.SIGTERM: (EndStep(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
-    signal.SIGHUP: (EndStep(signal.SIGTERM, 30.0), KILL),
-}
-
-
+EXIT_SECONDS = 5.0
+"""For which a rank that has failed runs what its script has registered for its end."""
 _FILES, _FILES_PER_RANK = 64, 8
 """Of this process: its own, and for each rank its descriptor, its socket and the two ends of two
 pipes."""
@@ -267,6 +247,8 @@ class Supervisor:
         self._notice_time = time.monotonic() + _SLOW_START * int(settings.ARRIVAL_NOTICE)
         self._patient_until = 0.0
         """Until this time ranks that are writing a file get no signal."""
+        self._exits_until = 0.0
+        """Until this time ranks that have failed are not killed."""
         self._selector = selectors.DefaultSelector()
         self._signal_queue = signal_queue
         self._on(signal_queue, self._on_signal)
@@ -288,7 +270,7 @@ class Supervisor:
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
             self._mention_slow_start()
-            if time.monotonic() >= self._deadline and not self._waits_for_file():
+            if time.monotonic() >= self._deadline and not self._waits_for_rank():
                 self._next_step()
 
     def _mention_slow_start(self) -> None:
@@ -302,13 +284,16 @@ class Supervisor:
             why = "they import PyTorch, or wait for other ranks"
             print_line(f"still starting: {ranks} ({why}).")
 
-    def _waits_for_file(self) -> bool:
-        """Whether the next step waits because a rank is writing a file."""
+    def _waits_for_rank(self) -> bool:
+        """Whether the next step waits because a rank is writing a file, or that of KILL because a
+        rank has failed and is exiting."""
         now = time.monotonic()
-        if now < self._patient_until and any(rank.has_pending_file() for rank in self._ranks):
+        waits = now < self._patient_until and any(rank.has_pending_file() for rank in self._ranks)
+        if self._steps == [KILL] and now < self._exits_until:
+            waits |= any(rank.is_exiting() for rank in self._ranks)
+        if waits:
             self._deadline = now + POLL_INTERVAL
-            return True
-        return False
+        return waits
 
     def _on(self, source: int | socket.socket | SignalQueue, react: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, react)
@@ -385,6 +370,7 @@ class Supervisor:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:
                 self._patient_until = time.monotonic() + pending_writes.WAIT_LIMIT
+                self._exits_until = time.monotonic() + EXIT_SECONDS
             self.connections.broadcast(why)
             self._next_step()
 
@@ -396,5 +382,5 @@ class Supervisor:
         if step.signal is not None:
             self._ending_by = None if step.signal is signal.SIGINT else step.signal
             for rank in self._ranks:
-                if rank.end is None:
+                if rank.end is None and (step is KILL or not rank.is_exiting()):
                     rank.signal(step.signal)

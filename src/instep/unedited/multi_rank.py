@@ -181,7 +181,7 @@ class MultiRankSession:
         """As ScriptRanks has it."""
         return loaders.is_loading_shared()
 
-    def loading_alone(self) -> AbstractContextManager[None]:
+    def whole_loading(self) -> AbstractContextManager[None]:
         """As ScriptRanks has it."""
         return pausing_exchange()
 

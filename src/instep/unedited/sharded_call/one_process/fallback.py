@@ -41,7 +41,7 @@ class ScriptRanks(Protocol):
         """Whether the ranks share the loading of data, or a loader in use has rows of other ranks
         still to come."""
 
-    def loading_alone(self) -> AbstractContextManager[None]:
+    def whole_loading(self) -> AbstractContextManager[None]:
         """Inside, this rank loads whole batches."""
 
     def tell(self, verdict: Callable[[], str]) -> str:
@@ -154,7 +154,7 @@ class Fallback:
             transport.recv_object(transport.rank - 1)
         assert self._cores is not None
         self._turn.enter_context(use_transport(LocalTransport()))
-        self._turn.enter_context(self._ranks.loading_alone())
+        self._turn.enter_context(self._ranks.whole_loading())
         self._turn.enter_context(pausing_steps())
         self._turn.enter_context(self._cores.applied())
 
