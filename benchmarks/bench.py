@@ -228,23 +228,26 @@ def same_cores(result: dict[str, Any]) -> str:
     """Plain `python` with all cores against unedited `instep run` with a rank for each core: the
     step of the latter over that of the former. Shares alone: as many processes at once, each with
     one thread and its share of the batch, which do not communicate, but each make the whole step
-    of the optimizer. The last row: of all rows."""
+    of the optimizer. The first steps, in which instep measures, are not timed; alone: in how many
+    runs rank 0 went on alone. The last row: of all rows."""
     rows = [
         (
             *(model, optimizer, f"{row['plain_ms']:.2f}", f"{row['instep_ms']:.2f}"),
             shown(row["instep_over_plain"]),
+            row["alone"],
             shown(row["shares_over_plain"]) if row.get("shares_over_plain") else "",
         )
         for model, optimizers in result["models"].items()
         for optimizer, row in optimizers.items()
     ]
-    rows.append(("all", "", "", "", shown(result["all"]), ""))
+    rows.append(("all", "", "", "", shown(result["all"]), "", ""))
     head = (
         "model",
         "optimizer",
         "plain, ms",
         "instep, ms",
         "instep / plain",
+        "alone",
         "shares alone / plain",
     )
     return table(head, rows)
@@ -377,7 +380,7 @@ IN_CHINESE = {
     "从第一帧起，每秒帧数与单线程的 `python` 之比。",
     "same_cores": "不改动的 `instep run`（每个核一个 rank）与使用全部核的 `python` 的一步之比；"
     "shares alone：同样多的进程同时运行，各用一个线程、各算自己那份数据，互不通信，"
-    "但各自做完整的优化器一步。",
+    "但各自做完整的优化器一步。最初的步（instep 在其中测量）不计时；alone：在几次运行中 rank 0 独自继续。",
     "hosts": "多台主机上的 all_reduce。",
     "step": "同一进程中各种策略的一步。",
     "peers": "一步的时间，每种策略各用自己的进程。",
