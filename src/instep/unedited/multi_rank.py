@@ -12,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,6 @@ from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.data import loaders
-from instep.unedited.data.exchange_policy import pausing_exchange
 from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.generations import Generations, before_layer
@@ -180,10 +179,6 @@ class MultiRankSession:
     def is_loading_shared(self) -> bool:
         """As ScriptRanks has it."""
         return loaders.is_loading_shared()
-
-    def whole_loading(self) -> AbstractContextManager[None]:
-        """As ScriptRanks has it."""
-        return pausing_exchange()
 
     def tell(self, verdict: Callable[[], str]) -> str:
         """As ScriptRanks has it."""

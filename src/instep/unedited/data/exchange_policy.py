@@ -6,8 +6,6 @@ checked now and then. All ranks decide by what all of them measured, so they dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _MEASURED_BATCHES = 3
@@ -45,8 +43,6 @@ class ExchangePolicy:
         A check compares a sample that two ranks have loaded, in the 1st, 2nd, 4th, 8th ... batch.
         """
         self._batches += 1
-        if _is_paused:
-            return False, False
         checks = self.ranks > 1 and self._batches.bit_count() == 1
         if self._forced and not self.exchanges:
             return False, False
@@ -78,20 +74,6 @@ class ExchangePolicy:
             loading = self._seconds * count / max(1, self.workers)
             nbytes = int(self._bytes * count)
             self.exchanges = is_exchange_faster(loading, nbytes, count, self.ranks)
-
-
-_is_paused = False
-
-
-@contextmanager
-def pausing_exchange() -> Iterator[None]:
-    """Inside, this rank loads all rows of the batches that it plans, as if there were no others."""
-    global _is_paused
-    _is_paused = True
-    try:
-        yield
-    finally:
-        _is_paused = False
 
 
 def is_exchange_faster(seconds: float, nbytes: int, count: int, ranks: int) -> bool:

@@ -117,7 +117,9 @@ class RowBatchSampler:
             indices = list(batch)
             transport = get_transport()
             block = Block(transport.rank, transport.size, len(indices))
-            plan = LoadPlan(seed, self._samples, indices, block, *self._policy.next_batch())
+            # A rank that makes steps alone loads whole batches; the others then do the same.
+            exchanges = self._policy.next_batch() if transport.size > 1 else (False, False)
+            plan = LoadPlan(seed, self._samples, indices, block, *exchanges)
             self._samples += len(indices)
             self.planned.append(plan)
             yield plan.request()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Protocol
 
@@ -40,9 +40,6 @@ class ScriptRanks(Protocol):
     def is_loading_shared(self) -> bool:
         """Whether the ranks share the loading of data, or a loader in use has rows of other ranks
         still to come."""
-
-    def whole_loading(self) -> AbstractContextManager[None]:
-        """Inside, this rank loads whole batches."""
 
     def tell(self, verdict: Callable[[], str]) -> str:
         """`verdict()` of rank 0, for which the other ranks wait."""
@@ -154,7 +151,6 @@ class Fallback:
             transport.recv_object(transport.rank - 1)
         assert self._cores is not None
         self._turn.enter_context(use_transport(LocalTransport()))
-        self._turn.enter_context(self._ranks.whole_loading())
         self._turn.enter_context(pausing_steps())
         self._turn.enter_context(self._cores.applied())
 
