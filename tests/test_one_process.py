@@ -125,13 +125,48 @@ def test_a_phase_with_a_trial_does_not_count() -> None:
 
 
 def test_where_nothing_is_divided_nothing_is_measured() -> None:
-    choice = ProcessChoice(can_measure=False)
-    steps(choice, 100)
-    assert not choice.is_due
+    choice = ProcessChoice(ranks=9)
+    steps(choice, 4)
     steps(choice, WHOLE_STEPS - 2, divided=False)
     assert not choice.is_for_one
     steps(choice, 1, divided=False)
     assert choice.is_for_one
+
+
+def test_a_script_that_divides_keeps_its_ranks_for_longer_where_it_does_not() -> None:
+    choice = ProcessChoice(ranks=9)
+    steps(choice, WHOLE_STEPS)
+    assert not choice.is_due
+    steps(choice, 5 * WHOLE_STEPS, divided=False)
+    assert not choice.is_for_one
+    steps(choice, 5 * WHOLE_STEPS, divided=False)
+    assert choice.is_for_one
+
+
+def test_phases_hold_equally_many_evaluations() -> None:
+    """A model that is computed whole, but for evaluations after each nine steps."""
+    choice, seconds = ProcessChoice(), {Phase.SHARED: 1.0, Phase.WHOLE: 1.0, Phase.ALONE: 0.9}
+    clock, start = 0.0, 0.0
+    for step in range(400):
+        if choice.is_for_one:
+            break
+        if step and step % 9 == 0:
+            choice.add_call(has_grad=False)
+            choice.add_divided()
+            clock += 5 * seconds[choice.phase]
+        choice.add_call(has_grad=True)
+        choice.add_step(trials=0)
+        clock += seconds[choice.phase]
+        if choice.phase is Phase.WHOLE:
+            choice.finish_drain()
+        elif choice.is_warmed_up:
+            start = clock
+        elif choice.is_phase_over:
+            choice.finish_phase(0.01 * (clock - start))
+        elif choice.is_due:
+            choice.begin(is_possible=True)
+    assert choice.is_for_one
+    assert choice._pairs <= 4  # of which the first may have another number
 
 
 def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() -> None:

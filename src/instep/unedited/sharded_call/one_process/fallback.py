@@ -17,14 +17,11 @@ from instep.distributed.numbers import on_all_ranks
 from instep.training.optimizer_shards.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.process_choice import (
-    WHOLE_STEPS,
     Phase,
     ProcessChoice,
 )
 
-_MOST_RANKS = 8
-"""More would wait for too long for each other."""
-_NOTHING_DIVIDED = f"since nothing in its last {WHOLE_STEPS} steps pays to be divided"
+_NOTHING_DIVIDED = "since nothing in its last {} steps pays to be divided"
 _TAKES_LESS = "which takes less time than all ranks do together"
 _AHEAD = "since it has made steps that the other ranks have not"
 _END, _CATCH_UP = "end", "catch up"
@@ -58,10 +55,8 @@ class Fallback:
 
     def __init__(self, threads: int, ranks: ScriptRanks) -> None:
         self._ranks, self._transport = ranks, get_transport()
-        size, before = self._transport.size, torch.get_num_threads()
-        can_measure = threads > before and size <= _MOST_RANKS
-        self._choice = ProcessChoice(size, can_measure=can_measure)
-        self._threads, self._threads_before = threads, before
+        self._choice = ProcessChoice(self._transport.size)
+        self._threads, self._threads_before = threads, torch.get_num_threads()
         self._start = 0.0
         self._divided_steps = step_counts.divided
         self._turn = ExitStack()
@@ -135,7 +130,7 @@ class Fallback:
             threads = self._threads
         self._cores = Cores.of_all(threads, self._transport)
         if choice.is_for_one:
-            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED)
+            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED.format(choice.whole_steps))
             return
         choice.finish_drain()
         self._begin_turn()

@@ -18,8 +18,14 @@ from statistics import median
 
 WHOLE_STEPS = 24
 """Where nothing was divided in so many steps, there is nothing to be measured."""
+_PATIENCE = 10
+"""Times as many where something was divided before: another model may follow."""
+_FEW_DIVIDED = 12
+"""Steps in which calls are divided to compare and time them."""
 FIRST_MEASURE = 16
 """Steps before the first measurement."""
+_MOST_RANKS = 8
+"""More would wait for too long for each other."""
 WARM_UP = 2
 """Steps at the start of a phase that are not timed."""
 _SETTLED = 8
@@ -63,22 +69,28 @@ class ProcessChoice:
     """The choice for one script. A step is what ends with a `backward()`."""
 
     ranks: int = 2
-    can_measure: bool = True
-    """Whether it can be measured: not where rank 0 alone would have no more cores."""
     phase: Phase = Phase.SHARED
     is_for_one: bool = False
     """Whether rank 0 is to go on alone."""
     _steps: int = 0
     _last_divided: int = 0
+    _divided_steps: int = 0
+    """In which something was divided."""
     _last_trial: int = 0
     _trials: int = 0
     _next: int = FIRST_MEASURE
     _length: int = 0
     """Timed steps of the phase under way; 0: none is timed."""
+    _step_seconds: float = 0.0
+    """What a step takes, as far as is known while phases are timed."""
+    _last_evaluation: int | None = None
+    """The steps before the last call without gradients, while phases are timed."""
+    _evaluation_steps: int = 1
+    """The steps between two evaluations."""
     _is_calibrating: bool = False
     _in_phase: int = 0
     _calls: Counter[bool] = field(default_factory=Counter)
-    """Of this phase, by whether gradients were enabled."""
+    """Of the timed steps of this phase, by whether gradients were enabled."""
     _has_trial: bool = False
     _shared: _PhaseSample | None = None
     _ratios: list[float] = field(default_factory=list)
@@ -91,13 +103,15 @@ class ProcessChoice:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next measurement should begin: see `begin`."""
+        """Whether the next measurement should begin: see `begin`. Something was divided lately, and
+        not only to compare or time it."""
         return (
-            self.can_measure
+            self.ranks <= _MOST_RANKS
             and not self.is_measuring
             and self._steps >= self._next
             and self._steps - self._last_trial >= _SETTLED
-            and self._steps - self._last_divided < _SETTLED
+            and self._steps - self._last_divided < WHOLE_STEPS
+            and self._last_divided >= self._last_trial
         )
 
     @property
@@ -121,12 +135,22 @@ class ProcessChoice:
         """Whether a script seems to keep outputs of divided calls."""
         return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
 
+    @property
+    def whole_steps(self) -> int:
+        """After how many steps without a division rank 0 goes on alone."""
+        return WHOLE_STEPS * (1 if self._divided_steps <= _FEW_DIVIDED else _PATIENCE)
+
     def add_call(self, *, has_grad: bool) -> None:
         """An outermost call begins, with gradients enabled or not."""
         self._calls[has_grad] += 1
+        if not has_grad and self._last_evaluation != self._steps:
+            if self._last_evaluation is not None:
+                self._evaluation_steps = self._steps - self._last_evaluation
+            self._last_evaluation = self._steps
 
     def add_divided(self) -> None:
         """A call was divided, or an optimizer's step."""
+        self._divided_steps += self._last_divided != self._steps
         self._last_divided = self._steps
 
     def add_step(self, trials: int) -> None:
@@ -135,7 +159,9 @@ class ProcessChoice:
         self._in_phase += 1
         if trials != self._trials:
             self._trials, self._last_trial, self._has_trial = trials, self._steps, True
-        if not self.is_measuring and self._steps - self._last_divided >= WHOLE_STEPS:
+        if self.is_warmed_up:
+            self._calls.clear()
+        if not self.is_measuring and self._steps - self._last_divided >= self.whole_steps:
             self.is_for_one = True
             self._begin_phase(Phase.WHOLE)
 
@@ -145,6 +171,7 @@ class ProcessChoice:
             self._next = 2 * self._steps
             return
         self._ratios, self._pairs = [], 0
+        self._last_evaluation, self._evaluation_steps = None, 1
         self._length, self._is_calibrating = _FEWEST, True
         self._begin_phase(Phase.SHARED)
 
@@ -170,14 +197,19 @@ class ProcessChoice:
             self._length, self.is_for_one = 0, True
         elif len(self._ratios) == _PAIRS or self._pairs == _MAX_PAIRS:
             self.stop()
+        elif not is_alike:
+            self._set_length(_next_multiple(self._length, self._evaluation_steps))
 
     def _calibrate(self, seconds: float) -> None:
         """Choose the number of steps of a phase, by what the first ones took."""
-        per_step = max(seconds, 1e-6) / self._length
-        self._length = max(_FEWEST, 2 * math.ceil(_SECONDS / per_step / 2))
+        self._step_seconds = max(seconds, 1e-6) / self._length
         self._is_calibrating = False
         self._begin_phase(Phase.SHARED)
-        if self.ranks * (self._length + WARM_UP) * per_step > _MOST_SECONDS:
+        self._set_length(max(_FEWEST, _next_multiple(math.ceil(_SECONDS / self._step_seconds), 2)))
+
+    def _set_length(self, steps: int) -> None:
+        self._length = steps
+        if self.ranks * (steps + WARM_UP) * self._step_seconds > _MOST_SECONDS:
             self.stop()
 
     def finish_drain(self) -> None:
@@ -193,3 +225,7 @@ class ProcessChoice:
     def _begin_phase(self, phase: Phase) -> None:
         self.phase, self._in_phase, self._has_trial = phase, 0, False
         self._calls = Counter()
+
+
+def _next_multiple(number: int, divisor: int) -> int:
+    return math.ceil(number / divisor) * divisor
