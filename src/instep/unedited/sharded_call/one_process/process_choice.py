@@ -36,7 +36,7 @@ _MOST_SECONDS = 20.0
 """Longer the other ranks are not to wait: nothing is measured where steps take so long."""
 _PAIRS, _MAX_PAIRS = 3, 8
 """Of phases: those that count, and those that are tried."""
-MARGIN = 0.95
+MARGIN = 0.98
 """One process must take less than this share of what the ranks take together."""
 _CLEAR = 1.25
 """Where it takes so many times as long, one pair is enough."""
