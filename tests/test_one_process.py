@@ -79,7 +79,7 @@ def measuring() -> ProcessChoice:
 
 @pytest.mark.parametrize(
     ("ratios", "is_for_one"),
-    [((0.9, 0.9, 0.9), True), ((0.5, 0.9, 1.2), True), ((1.0, 0.9, 0.97), False), ((1.3,), False)],
+    [((0.9, 0.9, 0.9), True), ((0.5, 0.9, 1.2), True), ((1.0, 0.9, 0.99), False), ((1.3,), False)],
 )
 def test_rank_0_goes_on_alone_where_that_takes_less_time(
     ratios: Sequence[float], is_for_one: bool
@@ -133,9 +133,12 @@ def test_where_nothing_is_divided_nothing_is_measured() -> None:
     assert choice.is_for_one
 
 
-def test_a_script_that_divides_keeps_its_ranks_for_longer_where_it_does_not() -> None:
-    choice = ProcessChoice(ranks=9)
-    steps(choice, WHOLE_STEPS)
+@pytest.mark.parametrize(("has_more_cores", "divided"), [(True, WHOLE_STEPS), (False, 1)])
+def test_ranks_stay_for_longer_where_another_model_may_be_divided(
+    has_more_cores: bool, divided: int
+) -> None:
+    choice = ProcessChoice(ranks=9, has_more_cores=has_more_cores)
+    steps(choice, divided)
     assert not choice.is_due
     steps(choice, 5 * WHOLE_STEPS, divided=False)
     assert not choice.is_for_one

@@ -55,8 +55,9 @@ class Fallback:
 
     def __init__(self, threads: int, ranks: ScriptRanks) -> None:
         self._ranks, self._transport = ranks, get_transport()
-        self._choice = ProcessChoice(self._transport.size)
-        self._threads, self._threads_before = threads, torch.get_num_threads()
+        before = torch.get_num_threads()
+        self._choice = ProcessChoice(self._transport.size, has_more_cores=threads > before)
+        self._threads, self._threads_before = threads, before
         self._start = 0.0
         self._divided_steps = step_counts.divided
         self._turn = ExitStack()

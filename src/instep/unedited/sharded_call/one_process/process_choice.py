@@ -19,7 +19,8 @@ from statistics import median
 WHOLE_STEPS = 24
 """Where nothing was divided in so many steps, there is nothing to be measured."""
 _PATIENCE = 10
-"""Times as many where something was divided before: another model may follow."""
+"""Times as many where something was divided before, or where rank 0 alone would have no more cores
+than now: another model may follow."""
 _FEW_DIVIDED = 12
 """Steps in which calls are divided to compare and time them."""
 FIRST_MEASURE = 16
@@ -69,6 +70,8 @@ class ProcessChoice:
     """The choice for one script. A step is what ends with a `backward()`."""
 
     ranks: int = 2
+    has_more_cores: bool = True
+    """Whether rank 0 alone would compute with more cores than it does now."""
     phase: Phase = Phase.SHARED
     is_for_one: bool = False
     """Whether rank 0 is to go on alone."""
@@ -138,7 +141,8 @@ class ProcessChoice:
     @property
     def whole_steps(self) -> int:
         """After how many steps without a division rank 0 goes on alone."""
-        return WHOLE_STEPS * (1 if self._divided_steps <= _FEW_DIVIDED else _PATIENCE)
+        is_soon = self.has_more_cores and self._divided_steps <= _FEW_DIVIDED
+        return WHOLE_STEPS if is_soon else _PATIENCE * WHOLE_STEPS
 
     def add_call(self, *, has_grad: bool) -> None:
         """An outermost call begins, with gradients enabled or not."""
