@@ -309,7 +309,7 @@ def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
     assert logs[0] == logs[1]
     alive, threads, listed = json.loads((tmp_path / "several/files/processes.json").read_text())
     assert (alive, listed) == (1, ["log", "model.pt", "processes.json"])
-    if command is RUN:
+    if command in (RUN, TORCHRUN):
         assert threads == [len(os.sched_getaffinity(0)), None]
     model, expected = (
         torch.load(tmp_path / which / "files/model.pt")["weight"] for which in ("several", "one")

@@ -35,7 +35,7 @@ def restore() -> None:
 
 def unset_threads() -> None:
     """Let processes that the script starts use all cores, unless the user has set their number."""
-    if launchers.HOST_CORES in masked:
+    if launchers.has_chosen_threads({**os.environ, **masked}):
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.pop(name, None)
 

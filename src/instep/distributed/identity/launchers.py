@@ -237,6 +237,13 @@ def is_launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> 
     return read or name in _NAMES or name.startswith(_PREFIXES)
 
 
+def has_chosen_threads(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher has set OMP_NUM_THREADS, and not its user: `instep run` divides the
+    cores, torchrun gives 1 to each rank."""
+    one_each = "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1"
+    return one_each or HOST_CORES in environ
+
+
 def detect(environ: Mapping[str, str] = os.environ) -> World:
     """The world that these variables describe; a world of one where no launcher did.
 

@@ -66,6 +66,6 @@ def threads_of_one_process(world: World) -> int:
     threads = torch.get_num_threads()
     if launchers.HOST_CORES in os.environ:
         return int(os.environ[launchers.HOST_CORES])
-    if "OMP_NUM_THREADS" in os.environ:
+    if "OMP_NUM_THREADS" in os.environ and not launchers.has_chosen_threads(os.environ):
         return threads
     return min(threads * world.size, os.cpu_count() or 1)
