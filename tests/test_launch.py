@@ -14,7 +14,7 @@ import pytest
 import instep
 from instep import cli
 from instep.launch import default_ranks
-from instep.launch.environment import threads_per_rank
+from instep.launch.rank_variables import threads_per_rank
 from launching import Launch
 from test_stalls import read_until
 

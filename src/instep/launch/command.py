@@ -11,7 +11,6 @@ from typing import Any
 from instep.distributed.identity import endpoints, launchers
 from instep.errors import CommandLineError
 from instep.launch.default_ranks import RANKS, choose_number_of_ranks
-from instep.launch.environment import count_cores
 from instep.launch.job import Job, check_command, check_size, wrong_size
 from instep.launch.multi_node.hosts import (
     ONE_NODE,
@@ -20,6 +19,7 @@ from instep.launch.multi_node.hosts import (
     parse_address,
     wrong_hosts,
 )
+from instep.launch.rank_variables import count_cores
 from instep.launch.remote.host_slots import parse_hosts
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.launch.restarts.attempts import run_attempts

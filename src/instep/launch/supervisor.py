@@ -19,7 +19,6 @@ from pathlib import Path
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.identity.launchers import RESTARTS
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.job import Job
 from instep.launch.multi_node import connections
@@ -27,6 +26,7 @@ from instep.launch.multi_node.connections import HostResult, Message, Supervisor
 from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, RankSpec, StartRank, start_rank
+from instep.launch.rank_variables import rank_environment
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import (
     AFTER_FAILURE,

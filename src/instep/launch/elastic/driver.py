@@ -20,11 +20,11 @@ from instep.distributed.rendezvous.port_file import LOOPBACK_HOST
 from instep.distributed.watchdog.connection import Connection
 from instep.launch.elastic.hosts import INTERVAL, HostDiscovery, HostTable, Slot
 from instep.launch.elastic.worlds import plan_slots, rank_variables
-from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.multi_node.hosts import ONE_NODE, join_hosts
 from instep.launch.output import choose_output
 from instep.launch.rank_process import RankProcess, RankSpec, start_rank
+from instep.launch.rank_variables import rank_environment
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
 from instep.process import pending_writes, print_line, settings, storage

@@ -14,7 +14,6 @@ from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.launch.environment import world_variables
 from instep.launch.multi_node.master import choose_master, interface_variables, master_variables
 from instep.launch.multi_node.supervisor_rendezvous import (
     Participant,
@@ -22,6 +21,7 @@ from instep.launch.multi_node.supervisor_rendezvous import (
     Values,
     join_rendezvous,
 )
+from instep.launch.rank_variables import world_variables
 from instep.process import settings
 from instep.unedited import session
 
