@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instep.process.patching import PatchHandle
-from instep.training.optimizer_shards.fused_kernels import adam
+from instep.unedited.optimizer_steps.fused_kernels import adam
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 
 OPEN = [

@@ -30,8 +30,9 @@ from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory, num
 from instep.distributed.shm.memory.mapping import PAGE, open_memory
 from instep.process.patching import PatchHandle
 from instep.training.errors import DriftError
-from instep.training.optimizer_shards import divided_steps, host_copy
+from instep.training.optimizer_shards import host_copy
 from instep.training.optimizer_shards.host_copy import MOST_WRITES, HostCopy
+from instep.unedited.optimizer_steps import divided_steps
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 from launching import Launch
 from pool import ranks, run, talking_over

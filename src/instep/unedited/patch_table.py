@@ -16,7 +16,6 @@ from instep.distributed.watchdog import interrupts
 from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
 from instep.process.torch_private import VF
-from instep.training.optimizer_shards import fused_kernels
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
@@ -25,6 +24,7 @@ from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
 from instep.unedited.one_process_api import ONE_PROCESS_PATCHES
 from instep.unedited.opt_out import OPT_OUT_PATCHES
+from instep.unedited.optimizer_steps import fused_kernels
 from instep.unedited.processes.patches import PROCESS_PATCHES
 from instep.unedited.seeds import SEED_PATCHES
 from instep.unedited.sharded_call import modules

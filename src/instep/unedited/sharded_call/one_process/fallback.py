@@ -14,7 +14,7 @@ from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import on_all_ranks
-from instep.training.optimizer_shards.divided_steps import pausing_steps, step_counts
+from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.process_choice import (
     Phase,

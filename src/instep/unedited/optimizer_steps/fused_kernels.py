@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 
 from instep.distributed.communication.tensors import is_dense
 from instep.process.patching import Function
-from instep.training.optimizer_shards import divided_steps
 from instep.training.optimizer_shards.host_copy import are_many
+from instep.unedited.optimizer_steps import divided_steps
 
 _DTYPES = (torch.float32, torch.float64)
 """With fewer bits the loops round after each operation, and the kernels once."""
