@@ -674,7 +674,7 @@ def test_a_model_that_is_gone_leaves_no_memory() -> None:
 
 
 @ranks(2)
-def test_what_is_saved_is_as_large_as_ever(tmp_path_factory) -> None:
+def test_what_is_saved_is_as_large_as_ever() -> None:
     with small_copies():
         common, whole = (Training(OPTIMIZERS["Adam"], whole) for whole in (False, True))
         sizes = []
