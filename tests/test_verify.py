@@ -637,7 +637,7 @@ def solo(tmp_path_factory):
     def runs_of(*arguments):
         if arguments not in known:
             folder = tmp_path_factory.mktemp("alone")
-            runner = ScriptRunner([TRAIN, *arguments], folder, Forked(), lambda name: None)
+            runner = ScriptRunner([TRAIN, *arguments], folder, Forked())
             known[arguments] = run_single_rank(runner, None, is_usable_noise)
         return known[arguments]
 
@@ -645,7 +645,7 @@ def solo(tmp_path_factory):
 
 
 def judged(n, arguments, alone, folder):
-    runner = ScriptRunner([TRAIN, *arguments], folder, Forked(), lambda name: None)
+    runner = ScriptRunner([TRAIN, *arguments], folder, Forked())
     return compare_with_rounding(runner, alone, [run_multi_rank(runner, n, None, alone)])
 
 
@@ -711,14 +711,14 @@ for step in range(3):
 def test_units_that_flip_by_rounding_are_found_in_one_process(solo, tmp_path):
     script = tmp_path / "zero.py"
     script.write_text(AT_ZERO)
-    runner = ScriptRunner([str(script)], tmp_path, Forked(), lambda name: None)
+    runner = ScriptRunner([str(script)], tmp_path, Forked())
     runs = run_with_rounding(runner, run_single_rank(runner, None, is_usable_noise))
     for rounded in runs.rounded:
         diffs = compare_gradients(runs.again, rounded)
         assert [diff.step for diff in diffs] == [0, 1, 2]
         assert all(diff.difference > 0.1 for diff in diffs)
     (tmp_path / "honest").mkdir()
-    runner = ScriptRunner([TRAIN], tmp_path / "honest", Forked(), lambda name: None)
+    runner = ScriptRunner([TRAIN], tmp_path / "honest", Forked())
     honest = run_with_rounding(runner, solo())
     assert all(
         diff.difference < FLOAT32.gradient

@@ -81,11 +81,10 @@ def verify_bits(
     """
     for n in sizes:
         check_ranks(shards, n)
-    log = (lambda title: None) if progress is None else progress.start
     variables = {settings.BITWISE.name: str(shards)}
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
         starter = start or InstepRunStarter(variables)
-        runner = ScriptRunner(command, Path(folder), starter, log)
+        runner = ScriptRunner(command, Path(folder), starter, progress)
         return [
             runner.run(f"bits at {n}", n, RunPlan(stop=steps, bits=True), all_steps(n))
             for n in sorted(set(sizes))

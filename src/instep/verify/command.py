@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "-n",
-        type=_difference_cells,
+        type=_rank_counts,
         metavar="N,N",
         help="numbers of ranks; the others are compared with 1, which always runs too",
     )
@@ -80,7 +80,7 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
         return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot)
 
 
-def _difference_cells(value: str) -> list[int]:
+def _rank_counts(value: str) -> list[int]:
     try:
         sizes = [int(part) for part in value.split(",")]
     except ValueError:

@@ -94,7 +94,7 @@ class Divergence:
 
 def find_divergence(e: Evidence) -> Divergence | None:
     """The earliest difference that cannot be rounding, if any."""
-    order = (_start, _samples, _first_lrs, _gradient, _between_ranks, _steps)
+    order = (_start, _samples, _learning_rates, _gradient, _between_ranks, _steps)
     found = [divergence for check in order for divergence in _first(check(e))]
     return min(found, key=lambda divergence: divergence.step, default=None)
 
@@ -153,7 +153,7 @@ def learning_rates_at(run: RunRecord, step: int) -> list[tuple[float, ...]]:
     return sorted({tuple(float(f"{rate:.9g}") for rate in one.lrs) for one in run.at(step)})
 
 
-def _first_lrs(e: Evidence) -> Iterator[Divergence]:
+def _learning_rates(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.steps):
         ours, theirs = learning_rates_at(e.oracle, k), learning_rates_at(e.free, k)
         if theirs != ours and (len(theirs) > 1 or e.is_deterministic_run(k, learning_rates_at)):

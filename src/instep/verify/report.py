@@ -19,7 +19,7 @@ def format_table(report: Report) -> str:
     rows = [
         (*_HEADER, *_SIZES),
         (*_run_cells(report.oracle), *["-"] * len(_SIZES)),
-        *[(*_run_cells(j.run), *_difference_cells(j.difference)) for j in report.results],
+        *[(*_run_cells(r.run), *_difference_cells(r.difference)) for r in report.results],
         ("its own noise", "", "", "", "", *_difference_cells(report.noise)),
         ("rounding is", "", "", "", "", *_tolerance_cells(report)),
     ]
@@ -83,9 +83,9 @@ def _undivided(report: Report) -> list[int]:
         return set(divided) == {0} or 0 < samples == min(run.samples_per_rank)
 
     return [
-        j.run.n
-        for j in report.results
-        if j.run.n > 1 and j.verdict is not Verdict.DIFFERENT and whole(j.run)
+        r.run.n
+        for r in report.results
+        if r.run.n > 1 and r.verdict is not Verdict.DIFFERENT and whole(r.run)
     ]
 
 
@@ -114,7 +114,7 @@ def format_json(report: Report) -> str:
     worst = report.max_difference
     value = {
         "verdict": str(report.verdict),
-        "runs": [_run(report.oracle, None), *(_run(j.run, j) for j in report.results)],
+        "runs": [_run(report.oracle, None), *(_run(r.run, r) for r in report.results)],
         "gradient_difference": _number(worst.gradient),
         "loss_difference": _number(worst.loss),
         "max_relative_difference": _number(worst.parameters),

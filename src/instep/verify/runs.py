@@ -16,6 +16,7 @@ from instep.errors import VerificationError
 from instep.process import settings
 from instep.verify import progress
 from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.verify.progress import RunProgress
 from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
 PINNED = 5
@@ -91,20 +92,21 @@ class ScriptRunner:
         command: Sequence[str],
         folder: Path,
         start: RankStarter,
-        log: Callable[[str], None],
+        progress: RunProgress | None = None,
     ) -> None:
-        """`log` is called with the title of each run that starts."""
+        """`progress` is told of each run that starts."""
         self._command = command
         self._folder = folder
         self._start = start
-        self._log = log
+        self._progress = progress
         self._limit: float | None = None
 
     def run(self, name: str, n: int, plan: RunPlan, title: str = "") -> RunRecord:
         """One run, in a folder of this name. `title` says to the user what it is.
 
         Raises ScriptFailedError, ScriptLateError, StepsError."""
-        self._log(title)
+        if self._progress is not None:
+            self._progress.start(title)
         folder = self._folder / name.replace(" ", "-")
         folder.mkdir()
         plan.write(folder)

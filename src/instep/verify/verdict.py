@@ -85,9 +85,8 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
     ]
     noise = compare_runs(single.oracle, single.noise, diffs)
     nondeterminism = find_nondeterministic(single)
-    results = (
-        () if nondeterminism else tuple(_make_result(single, t, noise, tolerance) for t in multi)
-    )
+    compared = () if nondeterminism else multi
+    results = tuple(_make_result(single, runs, noise, tolerance) for runs in compared)
     worst = max(
         results,
         key=lambda result: list(Verdict).index(result.verdict),

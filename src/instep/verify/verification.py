@@ -37,13 +37,12 @@ def verify_script(
 ) -> Report:
     """Run `command` on 1 rank and on each of `sizes`, and judge the runs.
 
-    `progress` hears of each run. The records lie in a temporary folder.
+    `progress` is told of each run. The records lie in a temporary folder.
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
-    log = (lambda title: None) if progress is None else progress.start
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
-        runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), log)
+        runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), progress)
         single = run_single_rank(runner, steps, is_usable_noise)
         others = sorted(set(sizes) - {1})
         if find_nondeterministic(single):
