@@ -89,18 +89,19 @@ def keep_in_step(loader: object, generators: Iterable[torch.Generator]) -> None:
         _others[loader] = {next(_numbers): generator for generator in generators}
 
 
-def _numbered() -> dict[int, torch.Generator]:
-    return {number: each for kept in _others.values() for number, each in kept.items()}
+def _generators() -> dict[str, Any]:
+    """The global generators by their names, numpy's if it is in use, and those that are kept in
+    step by their numbers."""
+    found = {"torch": torch.default_generator, "python": random._inst}
+    if (numpy := _numpy_random()) is not None:
+        found["numpy"] = numpy.mtrand._rand
+    kept = ((str(number), each) for of in _others.values() for number, each in of.items())
+    return found | dict(kept)
 
 
 def get_states() -> dict[str, Any]:
-    """The states of the global generators now, by their names; of numpy's if it is in use, and of
-    those that are kept in step, by their numbers."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if (numpy := _numpy_random()) is not None:
-        states["numpy"] = numpy.get_state(legacy=False)
-    states |= {str(number): each.get_state() for number, each in _numbered().items()}
-    return states
+    """The states of these generators now."""
+    return {name: state_of(generator) for name, generator in _generators().items()}
 
 
 def find_changes(before: Mapping[str, Any]) -> Changes:
@@ -124,15 +125,9 @@ def follow(changes: Changes) -> None:
 
 
 def _set_states(states: Mapping[str, Any]) -> None:
+    generators = _generators()
     for name, state in states.items():
-        if name == "torch":
-            torch.set_rng_state(state)
-        elif name == "python":
-            random.setstate(state)
-        elif name == "numpy":
-            sys.modules["numpy.random"].set_state(state)
-        else:
-            _numbered()[int(name)].set_state(state)
+        set_state(generators[name], state)
 
 
 def _numpy_random() -> Any:

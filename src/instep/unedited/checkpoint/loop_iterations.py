@@ -200,10 +200,9 @@ class _Loop:
 
     def _save(self, frame: types.FrameType) -> None:
         assert self._before is not None
-        streams = _streams()
         state = {
             "position": {"iteration": self._iteration, "line": self._line},
-            "streams": streams,
+            "streams": _streams(),
             "script": encode(self._before, ScriptObjects(find_scopes(frame))),
             "files": self._files.encode(),
         }
@@ -216,11 +215,8 @@ class _Loop:
 
 def _streams() -> dict[str, Any]:
     """The states of the global generators."""
-    states = RNGStates.capture()
     return {
-        "torch": states.torch,
-        "numpy": states.numpy,
-        "python": states.python,
+        **vars(RNGStates.capture()),
         "devices": [generator.get_state() for generator in torch_devices.generators()],
         "seeds": seeds.calls(),
     }

@@ -188,11 +188,7 @@ class Layer:
     def remove(self, path: str) -> None:
         """Remove `path` and everything below it from this layer, and set a whiteout."""
         self._note_change(path)
-        location = self._files + path
-        if is_directory(location):
-            shutil.rmtree(location)
-        elif _lexists(location):
-            os.unlink(location)
+        remove_tree(self._files + path)
         self._unset(path, _OPAQUE, _RELEASED, _COPIED, _METADATA_ONLY)
         self._set(path, _WHITEOUT)
 
@@ -261,6 +257,14 @@ def _names(directory: str) -> set[str]:
 def is_directory(location: str) -> bool:
     """Whether a directory is there, and not a link to one."""
     return os.path.isdir(location) and not os.path.islink(location)
+
+
+def remove_tree(location: str) -> None:
+    """Remove what is there, with everything below it; does nothing if nothing is."""
+    if is_directory(location):
+        shutil.rmtree(location)
+    elif _lexists(location):
+        os.unlink(location)
 
 
 def copy(source: str, target: str) -> None:

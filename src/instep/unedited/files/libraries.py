@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import os
 import socket
 import sys
@@ -46,14 +45,7 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
 
 def reads_path(position: int, name: str) -> Function:
     """A replacement of a function that reads the path given as this argument."""
-
-    def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
-        path = args[position] if position < len(args) else kwargs.get(name)
-        if not _is_path(path):
-            return original(*args, **kwargs)
-        return _call_with(path_to_read(path), position, name, original, args, kwargs)
-
-    return answer
+    return _with_path(position, name, lambda path, call: call(path_to_read(path)))
 
 
 def writes_path(
@@ -61,33 +53,36 @@ def writes_path(
 ) -> Function:
     """The same for a path that it replaces, and to which it adds `suffix` if that is missing."""
 
-    def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
-        path = args[position] if position < len(args) else kwargs.get(name)
-        if not _is_path(path):
-            return original(*args, **kwargs)
-        text = os.fspath(path)  # type: ignore[arg-type]
+    def write(path: Any, call: Function) -> Any:
+        text = os.fspath(path)
         if suffix and not text.endswith(suffix):
             text += suffix
         with files_for(text).location_to_replace(text) as location:
-            result = _call_with(location, position, name, original, args, kwargs)
+            result = call(location)
         if checkpoint:
             current_files().record_checkpoint(text)
         return result
 
+    return _with_path(position, name, write)
+
+
+def _with_path(position: int, name: str, use: Callable[[Any, Function], Any]) -> Function:
+    """A replacement that calls `use(path, call)` if this argument is a path; `call(location)` calls
+    the original with another one in its place."""
+
+    def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
+        path = args[position] if position < len(args) else kwargs.get(name)
+        if not _is_path(path):
+            return original(*args, **kwargs)
+
+        def call(location: Any) -> Any:
+            if position < len(args):
+                return original(*args[:position], location, *args[position + 1 :], **kwargs)
+            return original(*args, **kwargs | {name: location})
+
+        return use(path, call)
+
     return answer
-
-
-def _call_with(
-    location: Any,
-    position: int,
-    name: str,
-    function: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if position < len(args):
-        return function(*args[:position], location, *args[position + 1 :], **kwargs)
-    return function(*args, **kwargs | {name: location})
 
 
 def file_init(name: str) -> Function:
@@ -97,13 +92,12 @@ def file_init(name: str) -> Function:
     """
 
     def init(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = args[0] if args else kwargs.get(name)
-        if not _is_path(path):
-            return original(self, *args, **kwargs)
-        mode = (args[1] if len(args) > 1 else kwargs.get("mode")) or "r"
-        flags = os.O_TRUNC | os.O_CREAT if mode[0] in "wx" else _KEEP_CONTENT
-        location = path_to_read(path) if mode == "r" else path_to_write(path, flags)
-        return _call_with(location, 0, name, functools.partial(original, self), args, kwargs)
+        def open_at(path: Any, call: Function) -> Any:
+            mode = (args[1] if len(args) > 1 else kwargs.get("mode")) or "r"
+            flags = os.O_TRUNC | os.O_CREAT if mode[0] in "wx" else _KEEP_CONTENT
+            return call(path_to_read(path) if mode == "r" else path_to_write(path, flags))
+
+        return _with_path(1, name, open_at)(original, self, *args, **kwargs)
 
     return init
 

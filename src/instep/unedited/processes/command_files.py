@@ -25,7 +25,7 @@ from instep.unedited.files.generations import (
     delete_files,
     generations_in_use,
 )
-from instep.unedited.files.layers import Layer, is_directory
+from instep.unedited.files.layers import Layer, is_directory, remove_tree
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 
@@ -280,7 +280,7 @@ def _mirror(source: str, target: str) -> None:
     if os.path.isdir(source):
         _mirror_directory(source, target)
     elif not os.path.lexists(source):
-        _remove(target)
+        remove_tree(target)
     elif os.path.isfile(target):
         _overwrite(target, source)
     else:
@@ -291,15 +291,15 @@ def _mirror_directory(source: str, target: str) -> None:
     os.makedirs(target, exist_ok=True)
     names = set(os.listdir(source))
     for name in set(os.listdir(target)) - names:
-        _remove(os.path.join(target, name))
+        remove_tree(os.path.join(target, name))
     for name in names:
         one, other = os.path.join(source, name), os.path.join(target, name)
         if _file_type(one) != _file_type(other):
-            _remove(other)
+            remove_tree(other)
         if is_directory(one):
             _mirror_directory(one, other)
         elif os.path.islink(one):
-            _remove(other)
+            remove_tree(other)
             os.symlink(os.readlink(one), other)
         elif os.path.isfile(one):
             _copy_if_changed(one, other)
@@ -319,10 +319,3 @@ def _file_type(path: str) -> int | None:
     with suppress(FileNotFoundError):
         return stat.S_IFMT(os.lstat(path).st_mode)
     return None
-
-
-def _remove(path: str) -> None:
-    if is_directory(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)

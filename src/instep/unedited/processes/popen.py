@@ -55,8 +55,7 @@ class SharedProcess:
                 "(in a module's forward, a data loader or a forked process). Start it there, too; "
                 "or run this script with one rank (-n 1), or with --plain."
             )
-        in_main = threading.current_thread() is threading.main_thread()
-        sync = self.files if may_end and in_main else None
+        sync = self.files if may_end and self._relay.is_ordered() else None
         return self._relay.channel(f"{self._name}/{stream}").run_on_rank0(name, function, sync=sync)
 
 
