@@ -37,9 +37,14 @@ def format_failure(
     parts = [f"instep: rank {rank} of {size} {what}"]
     if done := sorted(finished):
         parts.append(f"{format_ranks(done)} had finished")
-    if left := sorted(stopped):
-        parts.append(f"{format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped")
-    return "; ".join(parts)
+    return "; ".join(parts) + format_stopped(stopped)
+
+
+def format_stopped(ranks: Iterable[int]) -> str:
+    """What a line about the end of a job adds on the ranks that were stopped; empty for none."""
+    stopped = sorted(ranks)
+    verb = "was" if len(stopped) == 1 else "were"
+    return f"; {format_ranks(stopped)} {verb} stopped" if stopped else ""
 
 
 def group_ranks(values: Sequence[Any]) -> dict[Any, list[int]]:

@@ -16,7 +16,7 @@ from instep.process.exit_status import (
     describe_early_exit,
     describe_exit,
     format_failure,
-    format_ranks,
+    format_stopped,
     shell_exit_code,
 )
 
@@ -150,9 +150,8 @@ def format_interrupt(
     seen += re.findall(r"It was last seen at (.+), ", text)
     what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
     place = f" at {seen[-1]}" if seen else ""
-    left = sorted(each.rank for each in exits if each.code != 0)
-    stopped = f"; {format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped"
-    return f"instep: {what}{place}{stopped if left else ''}\n"
+    stopped = format_stopped(each.rank for each in exits if each.code != 0)
+    return f"instep: {what}{place}{stopped}\n"
 
 
 def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:

@@ -67,6 +67,18 @@ class Kind(StrEnum):
 UNORDERED = ".item "
 """In the path of an entry of a set: objects have another order there in each run."""
 
+_KINDS: tuple[tuple[Kind, Any], ...] = (
+    (Kind.TENSOR, Tensor),
+    (Kind.SCALER, torch.amp.GradScaler),
+    (Kind.LOADER, DataLoader),
+    (Kind.DICT, dict),
+    (Kind.LIST, (list, deque)),
+    (Kind.TUPLE, tuple),
+    (Kind.SET, (set, frozenset)),
+    (Kind.CELL, types.CellType),
+    (Kind.CALLABLE, (types.MethodType, functools.partial)),
+)
+"""Those of which all objects of some classes are."""
 _ENDS = (
     *(type(None), types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
     *(io.IOBase, threading.Thread, weakref.ref, np.dtype, np.ufunc, property, staticmethod),
@@ -99,32 +111,17 @@ def is_plain(value: Any) -> bool:
 
 def kind_of(value: Any) -> Kind:
     """How an object is saved."""
-    if isinstance(value, Tensor):
-        return Kind.TENSOR
+    for kind, classes in _KINDS:
+        if isinstance(value, classes):
+            return kind
     if isinstance(value, np.ndarray):
         return Kind.ARRAY if not value.dtype.hasobject else Kind.END
     if is_generator(value):
         return Kind.GENERATOR
-    if isinstance(value, torch.amp.GradScaler):
-        return Kind.SCALER
-    if isinstance(value, DataLoader):
-        return Kind.LOADER
-    if isinstance(value, dict):
-        return Kind.DICT
-    if isinstance(value, list | deque):
-        return Kind.LIST
-    if isinstance(value, tuple):
-        return Kind.TUPLE
-    if isinstance(value, set | frozenset):
-        return Kind.SET
-    if isinstance(value, types.CellType):
-        return Kind.CELL
     if isinstance(value, type):
         return Kind.CLASS if is_of_script(value) and not issubclass(value, Enum) else Kind.END
     if isinstance(value, types.FunctionType):
         return Kind.FUNCTION if is_of_script(value) else Kind.END
-    if isinstance(value, types.MethodType | functools.partial):
-        return Kind.CALLABLE
     if isinstance(value, _ENDS) or _is_of_library(type(value)):
         return Kind.END
     if isinstance(value, Iterator):
