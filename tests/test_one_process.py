@@ -8,13 +8,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 import components
+from instep.distributed.communication.local_transport import LocalTransport
+from instep.distributed.communication.transport import use_transport
+from instep.process import settings
+from instep.unedited.sharded_call.one_process.cores import Cores
+from instep.unedited.sharded_call.one_process.fallback import Fallback
 from instep.unedited.sharded_call.one_process.process_choice import (
     FIRST_MEASURE,
     WARM_UP,
@@ -190,6 +196,45 @@ def test_it_waits_while_loading_is_shared_and_gives_up_where_outputs_are_kept() 
     choice.stop()
     assert choice.phase is Phase.SHARED
     assert not choice.is_measuring
+
+
+class Ranks:
+    """What rank 0 tells the others, and why it leaves them."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def tell(self, verdict: Callable[[], str]) -> str:
+        self.said.append(verdict())
+        return self.said[-1]
+
+    def leave_to_rank0(self, cores: Cores, why: str) -> None:
+        self.said.append(why)
+
+
+class Two(LocalTransport):
+    size = 2
+
+
+@pytest.mark.parametrize(
+    ("timeout", "said"),
+    [(600, ["catch up"]), (0, ["end", "since it has made steps that the other ranks have not"])],
+)
+def test_rank_0_goes_on_where_the_others_would_catch_up_too_late(
+    monkeypatch: pytest.MonkeyPatch, timeout: int, said: list[str]
+) -> None:
+    monkeypatch.setattr(settings, "timeout", lambda: timedelta(seconds=timeout))
+    ranks = Ranks()
+    with use_transport(Two()):
+        fallback = Fallback(2, ranks)  # type: ignore[arg-type]  # these methods are enough
+        fallback._choice = measuring()
+        steps(fallback._choice, 12)
+        fallback._choice.finish_phase(1.0)
+        fallback._choice.finish_drain()
+        fallback._cores = Cores(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
+        fallback._begin_turn()
+        fallback._end_turn()
+    assert ranks.said == said
 
 
 # ----------------------------------------------------------------------------------- the script
@@ -371,7 +416,7 @@ for step in range(stop):
         kept.append(loss)
     loss.backward()
     optimizer.step()
-    if is_ahead() and event == "ends":
+    if is_ahead() and event.startswith("ends"):
         break
     if is_ahead() and event == "runs a command":
         subprocess.run(["true"], check=True)
@@ -386,6 +431,9 @@ data.close()
 print(f"{loss.item():.10f}")
 torch.save([model.state_dict(), optimizer.state_dict()["state"][0]], sys.argv[1] + "/model.pt")
 print(step + 1, file=sys.stderr)
+if event == "ends at once":
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
@@ -397,6 +445,7 @@ print(step + 1, file=sys.stderr)
         pytest.param("3", "1.1", "", None, id="faster together"),
         pytest.param("2", "0.5", "keeps graphs", None, id="keeps graphs", marks=NIGHTLY),
         pytest.param("2", "1.1", "ends", None, id="ends meanwhile"),
+        pytest.param("2", "1.1", "ends at once", None, id="ends at once"),
         pytest.param("2", "1.1", "runs a command", "since it has made", id="runs a command"),
         pytest.param("3", "1.1", "is interrupted", "since it has made", id="is interrupted"),
     ],

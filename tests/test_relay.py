@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from instep.errors import CollectiveTimeoutError, DisagreementError, UneditedError
+from instep.process import settings
 from instep.unedited.rank0_relay import MESSAGE_BYTES, Relay
 
 SIZE = 3
@@ -108,6 +110,28 @@ def test_rank_0_goes_on_when_the_others_have_applied_its_files() -> None:
 
     assert on_all(body, store)[0] == 3 * (SIZE - 1)
     assert store.num_keys() == 0
+
+
+def test_rank_0_does_not_wait_for_others_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.unedited.rank0_relay.PATIENCE", 0.0)
+    relay, sync = Relay(dist.HashStore(), 0, SIZE), Sync()
+    monkeypatch.setattr(sync, "capture", lambda: pytest.fail("there are no others"))
+    relay.before_waiting = relay.close
+    channel = relay.channel("of a process")
+    assert channel.run_on_rank0("polling", lambda: 7, sync=sync) == 7
+    assert not channel.is_replicated()
+
+
+def test_a_rank_waits_as_long_as_it_takes_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "timeout", lambda: timedelta(0))
+
+    def body(relay: Relay, rank: int) -> int:
+        relay.is_patient = True
+        if rank == 0:
+            relay._wait([f"1/here{other}" for other in range(1, SIZE)], None)
+        return relay.run_on_rank0("steps", lambda: 5)
+
+    assert on_all(body) == [5] * SIZE
 
 
 def test_lanes_have_numbers_of_their_own() -> None:

@@ -182,7 +182,14 @@ class MultiRankSession:
 
     def tell(self, verdict: Callable[[], str]) -> str:
         """As ScriptRanks has it."""
-        return self._relay.channel("one process").run_on_rank0("steps of rank 0", verdict)
+        channel = self._relay.channel("one process")
+        channel.is_patient = True
+        try:
+            return channel.run_on_rank0("steps of rank 0", verdict)
+        except RuntimeError:  # rank 0, which keeps the store, has ended: by os._exit, say
+            if self.world.rank == 0:
+                raise
+            self._end_now()
 
     def leave_to_rank0(self, cores: Cores, why: str) -> None:
         """Rank 0 goes on as the only process of the job, with these cores. The other ranks end,

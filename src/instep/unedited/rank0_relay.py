@@ -55,10 +55,13 @@ class Relay:
         self._channels: dict[str, Relay] = {}
         self.before_waiting: Callable[[], None] = lambda: None
         """Called on rank 0, in an operation for which it waits for the others."""
+        self.is_patient = False
+        """Whether the other ranks wait without a limit for rank 0 to come to an operation."""
 
     def close(self) -> None:
         """Release the store: from now on every rank does everything by itself."""
-        self._process = -1
+        for relay in (self, *self._channels.values()):
+            relay._process = -1
         self._channels.clear()
         del self._store
 
@@ -68,6 +71,7 @@ class Relay:
             if name not in self._channels:
                 channel = Relay(self._store, self._rank, self._size, name)
                 channel._process = self._process
+                channel.before_waiting = self.before_waiting
                 self._channels[name] = channel
             return self._channels[name]
 
@@ -204,7 +208,7 @@ class Relay:
 
     def _check_operation(self, key: str, name: str, detail: str) -> None:
         seconds = settings.timeout().total_seconds()
-        if not self._wait([key], seconds):
+        if not self._wait([key], None if self.is_patient else seconds):
             raise CollectiveTimeoutError(["rank 0"], name, seconds)
         name0, _, detail0 = self._store.get(key).decode().partition("\0")
         if name0 != name:

@@ -14,6 +14,7 @@ from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import on_all_ranks
+from instep.process import settings
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.process_choice import (
@@ -58,7 +59,7 @@ class Fallback:
         before = torch.get_num_threads()
         self._choice = ProcessChoice(self._transport.size, has_more_cores=threads > before)
         self._threads, self._threads_before = threads, before
-        self._start = 0.0
+        self._start = self._turn_start = 0.0
         self._divided_steps = step_counts.divided
         self._turn = ExitStack()
         """Of the steps that this rank makes alone."""
@@ -146,6 +147,7 @@ class Fallback:
         if transport.rank > 1:
             transport.recv_object(transport.rank - 1)
         assert self._cores is not None
+        self._turn_start = perf_counter()
         self._turn.enter_context(use_transport(LocalTransport()))
         self._turn.enter_context(pausing_steps())
         self._turn.enter_context(self._cores.applied())
@@ -157,8 +159,8 @@ class Fallback:
         self._turn.close()
         if transport.rank == 0:
             choice.finish_phase(seconds)
-            if choice.is_for_one:
-                self._leave(_TAKES_LESS)
+            if choice.is_for_one or self._is_far_ahead():
+                self._leave(_TAKES_LESS if choice.is_for_one else _AHEAD)
                 return
             self._ranks.tell(lambda: _CATCH_UP)
         elif transport.rank + 1 < transport.size:
@@ -166,6 +168,11 @@ class Fallback:
         seconds = transport.broadcast_object(seconds, 0)
         if transport.rank != 0:
             choice.finish_phase(seconds)
+
+    def _is_far_ahead(self) -> bool:
+        """Whether rank 0 might wait in vain for the others, one after the other, to catch up."""
+        seconds = (self._transport.size - 1) * (perf_counter() - self._turn_start)
+        return 2 * seconds > settings.timeout().total_seconds()
 
     def _leave(self, why: str) -> None:
         if self._transport.rank == 0:
