@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import components
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.transport import use_transport
 from instep.process import settings
+from instep.unedited.data.exchange_policy import ExchangePolicy
+from instep.unedited.data.row_loading import RowBatchSampler
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.fallback import Fallback
 from instep.unedited.sharded_call.one_process.process_choice import (
@@ -235,6 +238,16 @@ def test_rank_0_goes_on_where_the_others_would_catch_up_too_late(
         fallback._begin_turn()
         fallback._end_turn()
     assert ranks.said == said
+
+
+def test_a_thread_goes_on_with_whole_batches_of_a_pass_that_a_rank_has_begun_alone() -> None:
+    sampler = RowBatchSampler([[0, 1], [2, 3]], None, ExchangePolicy(2, 0))
+    begun_alone = iter(sampler)
+    with use_transport(Two()), ThreadPoolExecutor(1) as thread:
+        assert all(request.is_whole for request in thread.submit(list, begun_alone).result(20))
+        assert not any(
+            request.is_whole for request in thread.submit(list, iter(sampler)).result(20)
+        )
 
 
 # ----------------------------------------------------------------------------------- the script

@@ -110,15 +110,20 @@ class RowBatchSampler:
         self.planned.clear()
         state = self._generator.get_state().numpy().tobytes()
         seed = int.from_bytes(blake2b(state, digest_size=7).digest(), "little")
-        return self._requests(iter(self.batches), seed)
+        return self._requests(iter(self.batches), seed, is_alone=get_transport().size == 1)
 
-    def _requests(self, batches: Iterator[Iterable[Any]], seed: int) -> Iterator[RowRequest]:
+    def _requests(
+        self, batches: Iterator[Iterable[Any]], seed: int, *, is_alone: bool
+    ) -> Iterator[RowRequest]:
+        """`is_alone`: whether the pass begins while this rank makes steps alone."""
         for batch in batches:
             indices = list(batch)
             transport = get_transport()
             block = Block(transport.rank, transport.size, len(indices))
-            # A rank that makes steps alone loads whole batches; the others then do the same.
-            exchanges = self._policy.next_batch() if transport.size > 1 else (False, False)
+            # A rank that makes steps alone loads whole batches; the others then do the same. A
+            # thread may ask for more or fewer batches until these steps end.
+            is_shared = transport.size > 1 and not (is_alone and not in_main_thread())
+            exchanges = self._policy.next_batch() if is_shared else (False, False)
             plan = LoadPlan(seed, self._samples, indices, block, *exchanges)
             self._samples += len(indices)
             self.planned.append(plan)
