@@ -253,7 +253,7 @@ def test_a_thread_goes_on_with_whole_batches_of_a_pass_that_a_rank_has_begun_alo
 # ----------------------------------------------------------------------------------- the script
 
 WHOLE = """
-import atexit, json, os, signal, subprocess, sys, tempfile, time
+import atexit, json, multiprocessing, os, signal, subprocess, sys, tempfile, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -282,6 +282,7 @@ torch.set_default_dtype(torch.float64)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 loader = DataLoader(Rows(), batch_size=16, shuffle=True, num_workers=workers)
+pool = multiprocessing.get_context("fork").Pool(1)
 atexit.register(print, "at exit")
 temporary = tempfile.TemporaryDirectory(dir=os.environ["TMPDIR"])
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -298,6 +299,7 @@ with open(f"{folder}/log", "w") as log:
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 print("read", sys.stdin.readline())
 print(subprocess.run(["echo", "once"], capture_output=True, text=True).stdout)
+print(pool.map(abs, [-1, 2]))
 print(child.poll(), child.communicate(b"end")[0], child.returncode)
 print(os.environ.get("RANK"), torch.distributed.is_initialized())
 torch.save(model.state_dict(), f"{folder}/model.pt")

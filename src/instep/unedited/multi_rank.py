@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util
 import os
 import pickle
 import shutil
 import socket
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +29,6 @@ from instep.distributed.watchdog import client, interrupts
 from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, print_line, settings, storage
 from instep.process.procfs import boot_id
-from instep.process.torch_private import end_loader_workers
 from instep.process.tracebacks import format_error
 from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
@@ -214,12 +211,7 @@ class MultiRankSession:
     def _end_now(self) -> NoReturn:
         """End this rank, of which nothing is needed any more."""
         client.announce_exit()
-        end_loader_workers()
-        for child in multiprocessing.active_children():
-            child.kill()
-        # As at Python's end: they remove temporary folders.
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-        weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+        children.end_processes()
         self._directories.delete()
         client.announce_end()
         os._exit(0)

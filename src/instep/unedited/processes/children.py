@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing.util
 import os
 import stat
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 
 from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
 from instep.process.patching import Function
+from instep.process.torch_private import end_loader_workers
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay
@@ -24,6 +28,7 @@ from instep.unedited.rank0_relay import Relay
 T = TypeVar("T")
 
 _OPERATION = "a command"
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,29 @@ def start(original: Function, self: Any) -> Any:
     if _shares_modules and not getattr(target, "__module__", "").startswith("torch.utils.data"):
         raise _starts_training_processes("multiprocessing, on a model in shared memory")
     return original(self)
+
+
+def end_processes() -> None:
+    """End what this rank has started by multiprocessing, and do what that does at Python's end: it
+    ends pools, and in the end removes temporary folders. Waits no longer than `_END_SECONDS`."""
+    # A queue waits until a process has read it, and a pool until its processes let go of a lock.
+    ending = threading.Thread(target=_run_exit_functions, daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)
+    _kill_processes()
+
+
+def _run_exit_functions() -> None:
+    end_loader_workers()
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    _kill_processes()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+
+
+def _kill_processes() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def _starts_training_processes(how: str) -> UneditedError:
