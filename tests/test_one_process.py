@@ -236,6 +236,10 @@ def test_rank_0_goes_on_where_the_others_would_catch_up_too_late(
         fallback._choice.finish_drain()
         fallback._cores = Cores(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
         fallback._begin_turn()
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: -1)
+            assert fallback.may_interrupt()
+        assert not ranks.said
         fallback._end_turn()
     assert ranks.said == said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -65,6 +66,7 @@ class Fallback:
         """Of the steps that this rank makes alone."""
         self._cores: Cores | None = None
         self._is_waiting = False
+        self._process = os.getpid()
 
     @property
     def computes_whole(self) -> bool:
@@ -106,8 +108,9 @@ class Fallback:
 
     def leave_others(self, why: str = _AHEAD) -> None:
         """Rank 0 waits for others, or is interrupted or at its end: it goes on alone if it has made
-        steps that they have not made."""
-        if self._choice.phase is Phase.ALONE and self._transport.rank == 0:
+        steps that they have not made. Nothing in a process that it has forked."""
+        is_ahead = self._choice.phase is Phase.ALONE and self._transport.rank == 0
+        if is_ahead and os.getpid() == self._process:
             self._turn.close()
             self._leave(why)
 
@@ -115,7 +118,7 @@ class Fallback:
         """Whether an interrupt reaches the script of this rank now, before which rank 0 leaves the
         others. A rank that waits for rank 0 will end or do what rank 0 has done."""
         self.leave_others()
-        return not self._is_waiting
+        return not self._is_waiting or os.getpid() != self._process
 
     def _drain(self) -> None:
         """Go on to what follows the phase WHOLE, if all ranks can. Collective."""
