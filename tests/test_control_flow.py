@@ -238,6 +238,66 @@ def test_a_dict_is_as_it_was_when_a_call_is_made_anew() -> None:
             assert modules.call_counts.sharded > 0
 
 
+class CentresWhere(nn.Module):
+    """Some elements are centred, which those of the first batches are not."""
+
+    def __init__(self, centres: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.centres = nn.Linear(4, 3), centres
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        centred = self.body(x) - self.body(x).amax()
+        return torch.where(self.centres(x, mask)[..., :1], centred, self.body(x))
+
+
+def refuses_negative(x: Tensor, mask: Tensor) -> Tensor:
+    if x.min() < 0:
+        raise ValueError("x must not be negative")
+    return x > 4
+
+
+CONDITIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "large": (lambda x, mask: x > 4, True),
+    "NaN for what is negative": (lambda x, mask: x.log() > 1.4, True),
+    "refuses negative": (refuses_negative, True),
+    "masked": (lambda x, mask: mask == 0, True),
+    "never": (lambda x, mask: (x > 4) & (x < 0), False),
+    "another branch": (lambda x, mask: x > (99 if x.abs().sum() < 199 else x.amax() - 1), False),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@ranks(2)
+def test_a_condition_that_no_row_of_the_first_batches_meets(condition: str) -> None:
+    torch.manual_seed(0)
+    centres, is_whole = CONDITIONS[condition]
+    model, x, mask = CentresWhere(centres), torch.rand(8, 5, 4) + 0.5, torch.ones(8, 5, 1).int()
+    state = torch.get_rng_state()
+    with sharding() as log:
+        found = model(x, mask)
+    why = "computes CentresWhere whole: its rows depend on each other where their values are others"
+    assert (why in log.getvalue()) == (is_whole and instep.rank == 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(found, model.body(x))
+
+
+class DropsLargeRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[:, 0] < 3])
+
+
+@ranks(2)
+def test_a_call_that_may_drop_rows_later_is_whole_from_the_first_on() -> None:
+    torch.manual_seed(0)
+    model, x = DropsLargeRows(4, 3), torch.rand(8, 4)
+    with sharding() as log:
+        for k in range(LATE):
+            x[k, 0] = 9.0 if k > 1 else 1.0
+            torch.testing.assert_close(model(x), F.linear(x[x[:, 0] < 3], model.weight, model.bias))
+    why = "DropsLargeRows whole: the shape of what it returns depends on the values in its rows"
+    assert (why in log.getvalue()) == (instep.rank == 0)
+
+
 def always(x: Tensor) -> Tensor:
     if x.ndim > 7:
         raise ValueError("too many dimensions")

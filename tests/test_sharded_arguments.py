@@ -457,7 +457,8 @@ def test_ever_new_strings_cost_neither_two_forwards_nor_memory() -> None:
         later,
     )
     compared = 2  # the first and the tenth call of that part
-    assert counted.rows == MAX_TEXTS * (6 + 3) + compared * 6 + later * 3
+    probed = MAX_TEXTS + 1  # the first ones, with other arguments
+    assert counted.rows == (MAX_TEXTS + probed) * (6 + 3) + compared * 6 + later * 3
     assert len(_entries[model]) == MAX_TEXTS
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
@@ -479,7 +480,8 @@ def test_ever_new_kinds_of_arguments_are_computed_once_in_the_end() -> None:
         MAX_ENTRIES + 8,
         8,
     )
-    assert counted.rows == MAX_ENTRIES * 9 + 6 + 8 * 3
+    probed = MAX_ENTRIES + 1
+    assert counted.rows == (MAX_ENTRIES + probed) * 9 + 6 + 8 * 3
     assert len(_entries[model]) == MAX_ENTRIES
 
 
@@ -504,7 +506,8 @@ def test_a_step_counter_is_compared_ever_more_seldom() -> None:
             model(x, step / 128)
     compared = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (128, 0)
-    assert counted.rows == 128 * 3 + compared * 6
+    probed = 6 + 3  # in the first call, with other arguments
+    assert counted.rows == 128 * 3 + compared * 6 + probed
     assert len(_entries[model]) == 1
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,9 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
-from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
+from instep.training.pytree import is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.other_arguments import (
+    detached,
+    find_dependency,
+    holds_for_zeros,
+)
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import (
     PERTURBATIONS,
@@ -26,11 +30,6 @@ from instep.unedited.sharded_call.compare.rounding import (
 from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
-from instep.unedited.sharded_call.compare.zeroed_arguments import (
-    keep_beginnings,
-    keep_half,
-    zeroed,
-)
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
@@ -43,12 +42,11 @@ from instep.unedited.sharded_call.plan.stored_parameters import (
     StoredParameter,
     find_stored_parameters,
 )
-from instep.unedited.sharded_call.run.argument_writes import Unset, run_whole, write_back
+from instep.unedited.sharded_call.run.argument_writes import Unset, write_back
 from instep.unedited.sharded_call.run.execution import (
     LocalOutputs,
     join_output,
     run_local,
-    run_planned,
 )
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
@@ -233,8 +231,11 @@ class CallComparison:
         self.progress = (4, 0)
         joined = _join(local, plan, region)
         is_open = plan.has_reductions and not self._tolerances.is_proven
-        if is_open and not self._holds_for_others(plan, group):
+        if is_open and not holds_for_zeros(call, reference, plan, group):
             raise ShardedCallError("it divides by something else than its rows")
+        is_first = not (self.known_outputs or self._tolerances.is_proven)
+        if is_first and (why := find_dependency(call, reference, plan, group)):
+            raise ShardedCallError(why)
         after.restore()  # what was computed since has left traces
         return plan, joined
 
@@ -270,7 +271,7 @@ class CallComparison:
             if self._tolerances.is_proven:
                 candidates = like_known
         for plan in candidates:
-            joined = join_output(_detached(parts), plan, region)
+            joined = join_output(detached(parts), plan, region)
             # A wrong mean may be near the right one: only rows get the benefit of the doubt.
             if plan.placement == "shard" or self._tolerances.is_proven:
                 matches = self._tolerances.matches_output(k, joined)
@@ -282,44 +283,6 @@ class CallComparison:
         which = f" {k + 1} of {count}" if count > 1 else ""
         shape = f"a tensor of shape {list(whole.shape)}"
         raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
-
-    def _holds_for_others(self, plan: ShardingPlan, group: ShardGroup) -> bool:
-        """Whether a plan with means or sums over rows also holds for other arguments.
-
-        A mean over kept tokens looks like one over rows as long as all are kept. So about half of
-        the arguments' elements are set to zero, which is as good a class, token or mask as any; or,
-        where the whole forward refuses that, the ends of its rows.
-        """
-        generator, before = torch.Generator().manual_seed(0), self.reference.before
-        for kept in (keep_half, keep_beginnings):
-            leaves = [
-                zeroed(leaf, dim, kept, generator)
-                for leaf, dim in zip(self.call.leaves, plan.division.dims, strict=True)
-            ]
-            other = self.call.with_leaves(leaves)
-            before.restore()
-            try:
-                wholes, structure = flatten(self._values_of(other))
-                break
-            except Exception:  # of the script's forward
-                if kept is keep_beginnings:
-                    raise
-        before.restore()
-        region, local, local_structure = run_planned(other, plan, group)
-        return structure == local_structure and all(
-            not isinstance(whole, Tensor)
-            or relative_error(join_output(_detached(parts), how, region), whole)
-            <= output_tolerance(whole)
-            for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
-        )
-
-    def _values_of(self, call: BoundCall) -> Any:
-        """What the whole forward returns for the arguments of `call`, from the state before it."""
-        if self.reference.is_released and call.module.training:  # save another graph's memory
-            with suppress(RuntimeError), torch.no_grad(), autocast_cache_off():
-                return run_whole(call)  # which may compute gradients itself
-            self.reference.before.restore()
-        return run_whole(call)
 
 
 def _agreed_sums(sums: RowSums | None, group: ShardGroup) -> frozenset[Place] | None:
@@ -337,10 +300,6 @@ def _agreed_sums(sums: RowSums | None, group: ShardGroup) -> frozenset[Place] | 
 
 def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
     return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
-
-
-def _detached(parts: Sequence[Any]) -> list[Any]:
-    return [part.detach() for part in parts]
 
 
 def _has_values(whole: Tensor) -> bool:
@@ -367,15 +326,3 @@ def _has_foreign_leaf(
     known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
     others = {id(leaf) for leaf in reference.leaves()} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)
-
-
-@contextmanager
-def autocast_cache_off() -> Iterator[None]:
-    """Inside, autocast casts parameters anew, and keeps nothing of it: a parameter that was cast
-    where gradients are off would have none in the script's next call."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

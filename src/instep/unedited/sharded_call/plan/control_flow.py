@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType, FrameType
@@ -144,6 +144,33 @@ def begin_forward() -> None:
     """Tell apart what this forward reads and what those before it have read."""
     if _current is not None:
         _current.readings.append([])
+
+
+@contextmanager
+def probe_flow() -> Iterator[Callable[[], bool]]:
+    """Inside, forwards are traced that do not count; yields whether they have taken branches or
+    read what those before, since the trace began, have not."""
+    trace = _current
+    if trace is None:
+        yield lambda: False
+        return
+    reached = {code: set(places) for code, places in trace._reached.items()}
+    count = len(trace.readings)
+    known = {*trace._readings, *map(tuple, trace.readings)}
+
+    def is_other() -> bool:
+        return not known.issuperset(map(tuple, trace.readings[count:])) or any(
+            (branches := trace._codes[code]) is not None
+            and not (places - reached.get(code, set())).isdisjoint(branches.left)
+            for code, places in trace._reached.items()
+        )
+
+    try:
+        yield is_other
+    finally:
+        del trace.readings[count:]
+        for code, places in trace._reached.items():
+            places.intersection_update(reached.get(code, ()))
 
 
 class _Branches:

@@ -1,0 +1,260 @@
+"""Whether a plan that holds for a call's arguments also holds for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.distributed.numbers import on_any_rank
+from instep.training.blocks import Block
+from instep.training.pytree import flatten, leaves_of
+from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.rounding import (
+    NOISE_FACTOR,
+    PERTURBATIONS,
+    output_tolerance,
+    perturbed,
+    relative_error,
+)
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.control_flow import probe_flow
+from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
+from instep.unedited.sharded_call.run.argument_writes import run_whole
+from instep.unedited.sharded_call.run.execution import join_output, run_planned
+from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+
+_FACTORS = ((8.0, -8.0), (8.0, 0.125))
+"""By which floats of one row after the other are multiplied; the second where the first ones prove
+nothing."""
+_LEAST_ERROR = 1e-3
+"""Smaller differences for arguments that are not the script's do not count."""
+
+_SHAPES = "the shape of what it returns depends on the values in its rows"
+_COUPLED = "its rows depend on each other where their values are others"
+
+Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
+"""Where a tensor of this shape, whose rows are in this dimension, keeps its elements."""
+
+
+def holds_for_zeros(
+    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
+) -> bool:
+    """Whether a plan with means or sums over rows also holds for other arguments. Collective.
+
+    A mean over kept tokens looks like one over rows as long as all are kept. So about half of the
+    arguments' elements are set to zero, which is as good a class, token or mask as any; or, where
+    the whole forward refuses that, the ends of its rows.
+    """
+    generator, before = torch.Generator().manual_seed(0), reference.before
+    for kept in (keep_half, keep_beginnings):
+        leaves = [
+            zeroed(leaf, dim, kept, generator)
+            for leaf, dim in zip(call.leaves, plan.division.dims, strict=True)
+        ]
+        other = call.with_leaves(leaves)
+        before.restore()
+        try:
+            wholes, structure = flatten(_values_of(other, reference))
+            break
+        except Exception:  # of the script's forward
+            if kept is keep_beginnings:
+                raise
+    before.restore()
+    region, local, local_structure = run_planned(other, plan, group)
+    return structure == local_structure and all(
+        not isinstance(whole, Tensor)
+        or relative_error(join_output(detached(parts), how, region), whole)
+        <= output_tolerance(whole)
+        for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
+    )
+
+
+def _values_of(call: BoundCall, reference: Reference) -> Any:
+    """What the whole forward returns for the arguments of `call`, from the state before it."""
+    if reference.is_released and call.module.training:  # save another graph's memory
+        with suppress(RuntimeError), torch.no_grad(), autocast_cache_off():
+            return run_whole(call)  # which may compute gradients itself
+        reference.before.restore()
+    return run_whole(call)
+
+
+def find_dependency(
+    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
+) -> str:
+    """Say how, by this plan, the outputs are clearly others for arguments of other values; "" if
+    they are not.
+
+    A condition for each element, as of `torch.where`, may have a side that no row of the script's
+    first batches meets, and a term of the whole batch there. So floats are multiplied, and the ends
+    of rows of whole numbers and masks set to zero. What fails, is not finite or takes another
+    branch with such arguments proves nothing; values that differ must differ twice. Collective.
+    Leaves another state behind.
+    """
+    if is_compiled(call.parts):  # it would be compiled anew
+        return ""
+    for factors in _FACTORS:
+        results = (_find_difference(call, reference, plan, group, factors, n) for n in range(2))
+        first = next(results)
+        if first is not None:
+            return (next(results) or "") if first == _COUPLED else first
+    return ""
+
+
+def _find_difference(
+    call: BoundCall,
+    reference: Reference,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    factors: Sequence[float],
+    seed: int,
+) -> str | None:
+    """As `find_dependency`, for one probe; None where it proves nothing. Collective."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = zip(call.leaves, plan.division.dims, strict=True)
+    of_rows = [factor * (8 - seed) / 8 for factor in factors]
+    leaves = [_with_other_values(leaf, dim, of_rows, generator) for leaf, dim in pairs]
+    if all(leaf is own for leaf, own in zip(leaves, call.leaves, strict=True)):
+        return None
+    probe = partial(_probe, call.with_leaves(leaves), reference, plan, group)
+    with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
+        on_accelerator = call.is_on_accelerator
+        found, _ = attempt(probe, group.transport, checks_indices=on_accelerator)
+        if on_any_rank(found is None or is_other(), group.transport):
+            return None
+    if on_any_rank(found == _SHAPES, group.transport):
+        return _SHAPES
+    return _COUPLED if on_any_rank(found == _COUPLED, group.transport) else ""
+
+
+def _probe(
+    call: BoundCall,
+    reference: Reference,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    transport: Transport,
+) -> str | None:
+    """Say in what outputs differ by more than rounding; None if none of them is finite.
+
+    Raises ShardedCallError if they have another structure, and whatever the forward raises.
+    """
+    reference.before.restore()
+    wholes, structure = flatten(run_whole(call))
+    reference.before.restore()
+    group = replace(group, transport=transport)
+    region, local, local_structure = run_planned(call, plan, group)
+    if structure != local_structure:
+        raise ShardedCallError("its outputs have another structure for a part of the batch")
+    outputs = [
+        (k, parts, how, whole)
+        for k, (parts, how, whole) in enumerate(zip(local, plan.outputs, wholes, strict=True))
+        if isinstance(whole, Tensor)
+    ]
+    has_other_shapes = any(whole.shape != reference.outputs[k].shape for k, _, _, whole in outputs)
+    fit = all(
+        _fits(part, whole, how, block)
+        for _, parts, how, whole in outputs
+        for part, block in zip(parts, region.blocks, strict=True)
+    )
+    if on_any_rank(has_other_shapes or not fit, transport):
+        return _SHAPES
+    errors, limits = {}, {}
+    for k, parts, how, whole in outputs:
+        joined = as_plain(join_output(detached(parts), how, region))
+        if whole.is_floating_point() and (error := _finite_error(joined, whole)) is not None:
+            errors[k] = error
+            limits[k] = max(_LEAST_ERROR, 10 * output_tolerance(whole))
+    if not errors:
+        return None
+    far = [k for k, error in errors.items() if error > limits[k]]
+    for seed in range(PERTURBATIONS if far else 0):
+        reference.before.restore()
+        with perturbed(call.module, seed):
+            again = leaves_of(run_whole(call))
+        for k in far:
+            noise = _finite_error(again[k], wholes[k]) or 0.0
+            limits[k] = max(limits[k], NOISE_FACTOR * noise)
+    return _COUPLED if any(errors[k] > limits[k] for k in far) else ""
+
+
+def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:
+    """Whether a shard's output has its share of the rows of the whole one."""
+    if how.placement != "shard":
+        return part.shape == whole.shape
+    shape, others = list(part.shape), list(whole.shape)
+    return len(shape) == len(others) and (
+        shape.pop(how.dim) * block.total == others.pop(how.dim) * block.count and shape == others
+    )
+
+
+def _finite_error(actual: Tensor, whole: Tensor) -> float | None:
+    """How far the elements are off that are finite in both; None if there are none."""
+    finite = actual.isfinite() & whole.isfinite()
+    return relative_error(actual[finite], whole[finite]) if finite.any() else None
+
+
+def _with_other_values(
+    leaf: Any, dim: int | None, factors: Sequence[float], generator: torch.Generator
+) -> Any:
+    """This argument with other values in its rows; without rows in `dim` as it is."""
+    if dim is None or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return zeroed(leaf, dim, keep_beginnings, generator) if leaf.dim() > 1 else leaf
+    shape = [1] * leaf.dim()
+    shape[dim] = -1
+    of_rows = torch.tensor(list(islice(cycle(factors), leaf.shape[dim])), device="cpu")
+    return leaf.detach() * of_rows.view(shape).to(leaf)
+
+
+def zeroed(leaf: Any, dim: int | None, kept: Kept, generator: torch.Generator) -> Any:
+    """This argument with zeros where `kept` says so; without rows in `dim` as it is."""
+    if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return leaf
+    mask = kept(leaf.shape, dim, generator).to(leaf.device)
+    return leaf.where(mask, torch.zeros_like(leaf))
+
+
+def keep_half(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
+    """True for about half of the elements."""
+    return torch.rand(shape, generator=generator, device="cpu") < 0.5
+
+
+def keep_beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
+    """True for at least one element from the beginning of each row of the batch dimension `dim`."""
+    others = [k for k in range(len(shape)) if k != dim]
+    if not others:
+        return torch.tensor(True, device="cpu")
+    length, along = shape[others[0]], others[0]
+    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator, device="cpu")
+    of_rows, of_elements = [1] * len(shape), [1] * len(shape)
+    of_rows[dim], of_elements[along] = -1, -1
+    return torch.arange(length, device="cpu").view(of_elements) < lengths.view(of_rows)
+
+
+def detached(parts: Sequence[Any]) -> list[Any]:
+    """These parts of an output without their graphs."""
+    return [part.detach() for part in parts]
+
+
+@contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    """Inside, autocast casts parameters anew, and keeps nothing of it: a parameter that was cast
+    where gradients are off would have none in the script's next call."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
