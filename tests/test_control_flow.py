@@ -155,6 +155,33 @@ def test_an_error_for_the_rows_of_one_rank_is_that_of_the_whole_batch() -> None:
         assert "RefusesSomeRows whole" not in log.getvalue()
 
 
+class RefusesLongRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(())
+        if x.shape[1] > LATE:
+            raise ValueError(f"{len(x)} rows, {float(noise)}")
+        return super().forward(x) + noise
+
+
+@ranks(2)
+def test_an_error_for_the_rows_of_all_ranks_tells_of_the_whole_batch() -> None:
+    def try_all() -> list[str]:
+        torch.manual_seed(0)
+        model, errors = RefusesLongRows(4, 3), []
+        for length in range(1, STEPS):
+            try:
+                model(torch.randn(8, length, 4))
+            except ValueError as error:
+                errors.append(str(error))
+        return errors
+
+    expected = try_all()
+    with sharding():
+        found = try_all()
+        assert modules.call_counts.sharded >= LATE
+    assert found == expected != []
+
+
 class Prints(Around):
     calls = 0
 

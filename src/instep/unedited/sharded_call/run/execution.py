@@ -79,15 +79,24 @@ def _run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     states = RNGStates.capture() if plan.draws_outside_torch else None
-    before = _buffer_versions(call.parts)
+    before, seen = _buffer_versions(call.parts), versions(call.leaves)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
+    has_failed = False
     try:
         region, local, structure = run_planned(call, plan, group)
     except (CollectiveError, MismatchError):  # the others have one, too
         raise
     except Exception as error:
-        wait_for_same_error(error, f"forward of {name}", group.transport)
-        raise
+        is_of_all = wait_for_same_error(error, f"forward of {name}", group.transport)
+        has_changed = before != _buffer_versions(call.parts) or seen != versions(call.leaves)
+        if not is_of_all or has_changed or isinstance(error, ShardedCallError):
+            raise
+        has_failed = True
+    if has_failed:  # the script's own exception tells of the whole batch
+        if states is not None:
+            states.restore()
+        generators.restore()
+        return plan, call.run_whole()
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if before != _buffer_versions(call.parts):
             raise ShardedCallError(
@@ -120,8 +129,9 @@ def _run_sharded(
     return plan, write_back(unflatten(joined, structure), call)
 
 
-def wait_for_same_error(error: Exception, where: str, transport: Transport) -> None:
-    """Let the other ranks, where they come to another collective, report that they disagree.
+def wait_for_same_error(error: Exception, where: str, transport: Transport) -> bool:
+    """Let the other ranks, where they come to another collective, report that they disagree;
+    returns whether all of them have an error here.
 
     A script that goes on after an error of one rank's rows alone would join the sums of this rank
     with those of other steps: the error is named in what such a rank is said to do. Collective.
@@ -131,8 +141,9 @@ def wait_for_same_error(error: Exception, where: str, transport: Transport) -> N
         transport.barrier()
     except Exception as disagreement:  # of torch's, too, where a peer has gone
         error.add_note(f"Not all ranks have this error in {where}: {disagreement}")
-    else:
-        recorder.detail = ""
+        return False
+    recorder.detail = ""
+    return True
 
 
 def _check_draws(name: str, group: ShardGroup) -> None:
