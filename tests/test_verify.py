@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +19,12 @@ from torch import nn
 
 import verify_records as made
 from forked import Forked
-from instep.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
 from instep.verify.causes import find_cause
 from instep.verify.compare import compare_gradients, compare_losses, compare_runs, distance
 from instep.verify.divergence import FLOAT32, FLOAT64, Divergence, find_divergence
+from instep.verify.files import file_copies
+from instep.verify.files.restored import put_back
 from instep.verify.recording.fingerprints import fingerprint, hash_rows
 from instep.verify.recording.module_calls import ModuleCallRecorder, find_module_calls
 from instep.verify.recording.records import (
@@ -973,3 +978,134 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
 def test_instep_run_starts_without_torch():
     program = "import sys, instep.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# ------------------------------------------------------------------------ the script's files
+
+CHANGES = """
+import ctypes, os, shutil, subprocess
+from pathlib import Path
+
+Path("written").write_text("new")
+with open("appended", "a") as log:
+    log.write("more")
+with open("inside", "r+b") as file:
+    file.write(b"X")
+os.truncate("truncated", 1)
+os.replace(shutil.copy("written", "draft"), "replaced")
+os.unlink("removed")
+os.rename("folder", "elsewhere")
+Path("elsewhere/deep/file").write_text("new")
+os.unlink("link")
+Path("link").mkdir()
+Path("link/file").write_text("new")
+shutil.rmtree("tree")
+Path("tree").write_text("a file now")
+Path("outer/new").mkdir(parents=True)
+assert ctypes.CDLL(None).creat(b"by_c", 0o644) > 0
+os.chmod("mode", 0o400)
+os.link("linked", "second_name")
+Path("second_name").write_text("new")
+os.chdir("outer")
+os.open("../relative", os.O_TRUNC | os.O_RDONLY)
+os.symlink("../behind_a_link", "to_it")
+Path("to_it").write_text("new")
+subprocess.run("echo more >> ../by_a_command; mv ../moved ../elsewhere/moved", shell=True)
+if os.fork() == 0:
+    Path("../forked").write_text("new")
+    os._exit(0)
+os.wait()
+"""
+CHANGED = (
+    *("written", "appended", "inside", "truncated", "replaced", "removed", "folder/deep/file"),
+    *("tree/a", "tree/b/c", "outer/old", "by_c", "mode", "linked", "relative"),
+    *("behind_a_link", "by_a_command", "moved", "forked"),
+)
+
+
+def tree_of(folder):
+    """Each path below a folder: its mode, and its content, or the target of a link."""
+    return {
+        str(path): (
+            path.lstat().st_mode,
+            path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes(),
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def run_put_back(folder, text, **options):
+    """Run a text as a script in `folder`; whether it succeeds."""
+    command = [sys.executable, "-c", text]
+    with tempfile.TemporaryDirectory(prefix="instep-") as copies, put_back(Path(copies)) as start:
+        return start(command, cwd=folder, **options).wait() == 0
+
+
+def test_a_run_changes_no_file(tmp_path):
+    for name in CHANGED:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"old content of {name}")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "tree" / "b").chmod(0o711)
+    os.utime(tmp_path / "replaced", (1, 1))
+    (tmp_path / "other_name").hardlink_to(tmp_path / "written")
+    before = tree_of(tmp_path)
+    for _ in range(2):  # the second run begins with the same files
+        assert run_put_back(tmp_path, CHANGES)
+        assert tree_of(tmp_path) == before
+    assert (tmp_path / "replaced").stat().st_mtime == 1
+    assert (tmp_path / "other_name").samefile(tmp_path / "written")
+
+
+def test_what_cannot_be_copied_is_not_changed(tmp_path, monkeypatch):
+    def fail(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_copies, "copy", fail)
+    (tmp_path / "last.pt").write_text("old")
+    with pytest.raises(VerificationError, match=r"cannot keep a copy of .*last\.pt .*No space"):
+        run_put_back(tmp_path, "open('last.pt', 'w')", stderr=subprocess.DEVNULL)
+    assert (tmp_path / "last.pt").read_text() == "old"
+
+
+def test_where_the_kernel_does_not_tell_of_changes_nothing_runs(tmp_path, capfd):
+    assert not run_put_back(tmp_path, NESTED)
+    told = capfd.readouterr().err
+    assert "the kernel does not tell here which files the script changes (" in told
+    assert "With --overwrite each run" in told
+    assert not (tmp_path / "made").exists()
+
+
+NESTED = """
+from pathlib import Path
+from instep.verify.files.restored import put_back
+Path("copies").mkdir()
+with put_back(Path("copies")) as start:  # the kernel has one such filter for a process only
+    start(["touch", "made"])
+"""
+
+RESUMES = """
+import os
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(torch.load("last.pt"), 3):
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    torch.save(step + 1, "last.pt")
+    torch.save(step + 1, "new.pt")
+"""
+
+
+@launch
+def test_a_run_leaves_the_checkpoint_from_which_it_resumes(tmp_path, monkeypatch):
+    script, records = tmp_path / "resumes.py", tmp_path / "records"
+    script.write_text(RESUMES)
+    records.mkdir()
+    RunPlan().write(records)
+    monkeypatch.chdir(tmp_path)
+    torch.save(1, "last.pt")
+    InstepRunStarter()(2, records, [str(script)], None)
+    assert read_run(records, 2, 0.0).steps == 2
+    assert torch.load("last.pt") == 1
+    assert not Path("new.pt").exists()

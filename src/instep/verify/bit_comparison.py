@@ -74,8 +74,12 @@ def verify_bits(
     steps: int | None = None,
     start: RankStarter | None = None,
     progress: RunProgress | None = None,
+    *,
+    overwrite: bool = False,
 ) -> list[RunRecord]:
     """Run `command` on each of `sizes`, with every batch in so many shards.
+
+    `overwrite` as for InstepRunStarter.
 
     Raises BitwiseError, ScriptFailedError, ScriptLateError, StepsError.
     """
@@ -83,7 +87,7 @@ def verify_bits(
         check_ranks(shards, n)
     variables = {settings.BITWISE.name: str(shards)}
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
-        starter = start or InstepRunStarter(variables)
+        starter = start or InstepRunStarter(variables, overwrite=overwrite)
         runner = ScriptRunner(command, Path(folder), starter, progress)
         return [
             runner.run(f"bits at {n}", n, RunPlan(stop=steps, bits=True), all_steps(n))
@@ -113,13 +117,20 @@ def report_bits(runs: Sequence[RunRecord], shards: int) -> Iterator[str]:
 
 
 def run_and_report_bits(
-    command: Sequence[str], sizes: Sequence[int], shards: int, steps: int | None
+    command: Sequence[str],
+    sizes: Sequence[int],
+    shards: int,
+    steps: int | None,
+    *,
+    overwrite: bool = False,
 ) -> int:
-    """Verify, one rank too, and print the report. Returns 0 if all bits are the same, else 1."""
+    """Verify, one rank too, and print the report. Returns 0 if all bits are the same, else 1.
+
+    `overwrite` as for InstepRunStarter."""
     sizes = sorted({1, *sizes})
     titles = [all_steps(n) for n in sizes]
     with closing(RunProgress(sizes, expected=titles)) as progress:
-        runs = verify_bits(command, sizes, shards, steps, progress=progress)
+        runs = verify_bits(command, sizes, shards, steps, progress=progress, overwrite=overwrite)
     lines = list(report_bits(runs, shards))
     print(os.linesep.join(lines))
     return int(not lines[-1].startswith("IDENTICAL"))

@@ -19,7 +19,8 @@ Verify that a script gives the same numbers on several ranks as in one process.
 The script runs with each number of ranks, and every run is compared with one process on the whole
 batch (instep run -n 1). The verdict is SAME, SAME WITHIN ITS OWN NOISE or DIFFERENT. If runs
 diverge, the report names the first step, the tensor and the likely cause. The script gets no
-input, and its output is not shown. Each run writes the script's files, over those that are there.
+input, and its output is not shown. After each run the files that it has changed are put back, and
+those that it has made are removed.
 
 The exit code is 0 for the first two verdicts, 1 for DIFFERENT, and 2 if no verdict is possible.
 """
@@ -28,6 +29,9 @@ BITWISE = """\
 run with instep run --bitwise V and compare bytes at every step: IDENTICAL, or the first step and
 value whose bits differ"""
 
+OVERWRITE = """\
+do not put files back: each run writes over the script's files, and finds those of the run before"""
+
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
@@ -35,8 +39,8 @@ def add_command(commands: Any) -> None:
         "verify",
         help="verify that a script gives the same numbers on several ranks",
         description=DESCRIPTION,
-        usage="instep verify -n 1,2,3 [--steps K] [--bitwise V] [--json FILE] [--plot FILE.png] "
-        "(script.py | -m module) [args ...]",
+        usage="instep verify -n 1,2,3 [--steps K] [--bitwise V] [--overwrite] [--json FILE] "
+        "[--plot FILE.png] (script.py | -m module) [args ...]",
     )
     parser.add_argument(
         "-n",
@@ -49,6 +53,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--bitwise", type=int, metavar="V", help=BITWISE)
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON to this file")
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     parser.add_argument("--plot", metavar="FILE.png", help="plot the loss curves to this file")
 
 
@@ -72,12 +77,16 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
         from instep.verify.bit_comparison import run_and_report_bits
 
         with exit_on_signal():
-            return run_and_report_bits(job.command, asked.n, asked.bitwise, asked.steps)
+            return run_and_report_bits(
+                job.command, asked.n, asked.bitwise, asked.steps, overwrite=asked.overwrite
+            )
 
+    from instep.verify.runs import InstepRunStarter
     from instep.verify.verification import run_and_report
 
+    start = InstepRunStarter(overwrite=asked.overwrite)
     with exit_on_signal():
-        return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot)
+        return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot, start)
 
 
 def _rank_counts(value: str) -> list[int]:

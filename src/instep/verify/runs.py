@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from instep.errors import VerificationError
 from instep.process import settings
 from instep.verify import progress
 from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.verify.files.restored import put_back
 from instep.verify.progress import RunProgress
 from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
@@ -210,19 +212,27 @@ def _noise(
 
 
 class InstepRunStarter:
-    """Starts ranks with `instep run`; the script has no input, and its output goes to a file."""
+    """Starts ranks with `instep run`; the script has no input, and its output goes to a file.
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """`variables`: additional ones of the environment."""
+    The files that a run changes are put back after it."""
+
+    def __init__(
+        self, variables: Mapping[str, str] | None = None, *, overwrite: bool = False
+    ) -> None:
+        """`variables`: additional ones of the environment. `overwrite`: leave the files as the
+        last run leaves them."""
         self._variables = {**REPEATABLE, **os.environ, **(variables or {})}
+        self._overwrite = overwrite
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
-        """Run as RankStarter describes."""
+        """Run as RankStarter describes. Raises VerificationError if the kernel does not tell which
+        files a run changes, or if one could not be copied or put back."""
         launcher = ["-m", "instep", "run", "--nnodes", "1", "-n", str(n)] if n else []
         entry = ["-m", "instep.verify.recording.entry", str(folder)]
         output = folder / "output"
-        with output.open("wb") as file:
-            process = subprocess.Popen(
+        files = nullcontext(subprocess.Popen) if self._overwrite else put_back(folder)
+        with output.open("wb") as file, files as start:
+            process = start(
                 [sys.executable, *launcher, *entry, *command],
                 env=self._variables,
                 stdin=subprocess.DEVNULL,
