@@ -42,6 +42,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (16, "INS209"),
         (23, "INS209"),
         (30, "INS209"),
+        (53, "INS210"),
         (61, "INS209"),
     ],
     "horovod_means.py": [
@@ -69,6 +70,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (85, "INS208"),
         (89, "INS602"),
     ],
+    "not_replicated.py": [(13, "INS309")],
     "one_process_four_gpus.py": [
         (23, "INS505"),
         (25, "INS307"),
@@ -96,6 +98,14 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (14, "INS511"),
         (21, "INS204"),
         (27, "INS105"),
+    ],
+    "two_lines.py": [
+        (19, "INS308"),
+        (23, "INS308"),
+        (44, "INS210"),
+        (45, "INS407"),
+        (46, "INS407"),
+        (47, "INS407"),
     ],
     "undivided.py": [
         (22, "INS308"),

@@ -14,6 +14,7 @@ from instep.check.rules import (
     optimisation,
     seeds,
     steps,
+    two_lines,
     widths,
     writing,
 )
@@ -29,7 +30,7 @@ THEMES = {
 
 _MODULES = (
     hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
-    checkpoints, widths,
+    checkpoints, widths, two_lines,
 )  # fmt: skip
 _FOUND = (
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule)

@@ -96,9 +96,9 @@ def _metric_over_local_length(info: ScriptInfo) -> Iterator[Hit]:
         return counts[0] / counts[1]
     ```
     """
-    for numerator, denominator, place in _divisions(info):
+    for numerator, denominator, place in divisions(info):
         measured = _length_of_share(info, denominator)
-        name = _count_name(numerator)
+        name = count_name(numerator)
         if (
             measured is None
             or name is None
@@ -152,12 +152,12 @@ def _local_count_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
         return correct / seen
     ```
     """
-    for numerator, denominator, place in _divisions(info):
-        name = _count_name(numerator)
+    for numerator, denominator, place in divisions(info):
+        name = count_name(numerator)
         whole = _length_of_dataset(info, denominator)
         if name is None or whole is None or not _is_filled_in_sharded_loop(info, place, name):
             continue
-        if not _is_reduced_nearby(info, place):
+        if not is_reduced_nearby(info, place):
             yield Hit(
                 place,
                 f"{name} counts this rank's samples, {info.script.source(whole)} counts all",
@@ -205,11 +205,11 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
         return mean.compute()
     ```
     """
-    for numerator, denominator, place in _divisions(info):
-        name = _count_name(numerator)
-        if name is None or _is_reduced_nearby(info, place):
+    for numerator, denominator, place in divisions(info):
+        name = count_name(numerator)
+        if name is None or is_reduced_nearby(info, place):
             continue
-        for loader in _sharded_loaders_of(info, place, name):
+        for loader in sharded_loaders_of(info, place, name):
             if (whole := _length_of_whole(info, denominator, loader)) is not None:
                 yield Hit(
                     place,
@@ -223,7 +223,7 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
                 break
 
 
-def _sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
+def sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
     """What the loops run over in which `name += …` stands: `instep.shard(…)`, by its name."""
     function = info.script.function_of(place)
     for changed in info.script.all(ast.AugAssign):
@@ -232,13 +232,16 @@ def _sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator
             and info.script.function_of(changed) is function
         ):
             for loop in info.script.parent_loops(changed):
-                source = loop.iter if isinstance(loop, ast.For) else None
-                while isinstance(source, ast.Call) and source.args:
-                    if _shard_call(info, source) is not None:
-                        break
-                    source = source.args[0]  # of enumerate, tqdm and the like
-                if source is not None and _shard_call(info, source) is not None:
+                source = sharded_loader(info, loop.iter) if isinstance(loop, ast.For) else None
+                if source is not None:
                     yield source
+
+
+def sharded_loader(info: ScriptInfo, source: ast.expr) -> ast.expr | None:
+    """What a loop runs over, without enumerate, tqdm and the like, if it is `instep.shard(…)`."""
+    while isinstance(source, ast.Call) and source.args and _shard_call(info, source) is None:
+        source = source.args[0]
+    return source if _shard_call(info, source) is not None else None
 
 
 def _shard_call(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
@@ -266,7 +269,8 @@ def _length_of_whole(info: ScriptInfo, node: ast.expr, loader: ast.expr) -> ast.
     return None
 
 
-def _divisions(info: ScriptInfo) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
+def divisions(info: ScriptInfo) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
+    """Of each division: what is divided, by what, and where."""
     for binary in info.script.all(ast.BinOp):
         if isinstance(binary.op, ast.Div):
             yield binary.left, binary.right, binary
@@ -307,7 +311,7 @@ def _length_of_dataset(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     return None
 
 
-def _count_name(node: ast.expr) -> str | None:
+def count_name(node: ast.expr) -> str | None:
     """The name that is divided: `correct` in `100.0 * correct.item()`."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id not in {"float", "int", "torch"}:
@@ -317,7 +321,7 @@ def _count_name(node: ast.expr) -> str | None:
 
 def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
     """Whether the number was summed over the ranks, in place or by assignment."""
-    name = _count_name(numerator)
+    name = count_name(numerator)
     function = info.script.function_of(numerator)
     for call in info.reduction_calls:
         if info.script.function_of(call) is not function or call.lineno > numerator.lineno:
@@ -350,7 +354,7 @@ def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> b
     return False
 
 
-def _is_reduced_nearby(info: ScriptInfo, place: ast.AST) -> bool:
+def is_reduced_nearby(info: ScriptInfo, place: ast.AST) -> bool:
     """Whether this function, or one that calls it, brings values of the ranks together."""
     function = info.script.function_of(place)
     near = {function}

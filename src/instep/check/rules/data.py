@@ -210,10 +210,11 @@ def _workers_flag_ignored(info: ScriptInfo) -> Iterator[Hit]:
 
 @rule("INS308", Severity.WARNING, "Every rank trains on all of the training data.")
 def _training_data_not_divided(info: ScriptInfo) -> Iterator[Hit]:
-    """DistributedDataParallel averages gradients, and divides no data. Without a
-    DistributedSampler each of the N processes goes through the whole data set: an epoch takes as
-    many steps as with one process. With one seed all ranks compute the same gradient, and N - 1
-    of them for nothing; with different seeds an epoch is N epochs.
+    """DistributedDataParallel and `instep.replicate` bring gradients together, and divide no data.
+    Without a DistributedSampler, or `instep.shard(loader)`, each of the N processes goes through
+    the whole data set: an epoch takes as many steps as with one process. With one seed all ranks
+    compute the same gradient, and N - 1 of them for nothing; with different seeds an epoch is N
+    epochs.
 
     ## Bad
     ```python
@@ -240,19 +241,39 @@ def _training_data_not_divided(info: ScriptInfo) -> Iterator[Hit]:
     for loop in info.training_loops:
         calls = [c for c in info.script.all(ast.Call) if info.script.is_inside(c, loop)]
         loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
-        if loader is None or not any(info.ddp_call_of(call.func) for call in calls):
+        is_replicated = any(_is_replicated(info, call.func) for call in calls)
+        if any(info.script.full_name(call) == "instep.shard" for call in calls):
+            continue  # of each batch
+        if loader is None or not (is_replicated or any(info.ddp_call_of(c.func) for c in calls)):
             continue
         dataset = keyword(loader, "dataset", 0)
         if dataset is None or _chooses_samples(loader) or info.has_shard_call(loader):
             continue
         if info.processes.runs_on_ranks(loop) and _is_the_same_on_all_ranks(info, dataset):
             name = info.script.source(dataset)
+            if is_replicated:
+                yield Hit(
+                    loader,
+                    "this loader is not in instep.shard, and trains a replicated model",
+                    "with N processes every rank computes the whole of each batch",
+                    f"instep.shard({info.script.source(loader)})",
+                )
+                continue
             yield Hit(
                 loader,
                 "this loader has no DistributedSampler, and trains a DistributedDataParallel model",
                 "with N processes each sample of an epoch is trained on N times",
                 f"DataLoader({name}, sampler=DistributedSampler({name}), ...)  # without shuffle",
             )
+
+
+def _is_replicated(info: ScriptInfo, node: ast.expr) -> bool:
+    """Whether instep.replicate was called with a value, or returns it."""
+    calls = [*info.script.calls_of("instep.replicate")]
+    own = {info.script.source(call.args[0]) for call in calls if call.args}
+    return info.script.source(node) in own or any(
+        call in calls for call in info.origins.calls(node)
+    )
 
 
 def _chooses_samples(loader: ast.Call) -> bool:

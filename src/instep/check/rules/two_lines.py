@@ -1,0 +1,213 @@
+"""INS210, INS309, INS407: scripts with instep.replicate and instep.shard."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.check.finding import Hit, Severity, rule
+from instep.check.rules import counting
+from instep.check.script_info import ScriptInfo
+
+_DEPTH = 4
+
+
+@rule("INS210", Severity.WARNING, "A metric is that of one rank's rows of instep.shard(loader).")
+def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
+    """`instep.shard(loader)` hands this rank its block of every batch. What a script adds up
+    itself, and divides by a count that it adds up too, is the metric of this rank's rows: it
+    differs by rank and from that of one process, and so does what is decided by it (the best
+    checkpoint, the end of training). `instep.Mean` and `instep.Accuracy` count on all ranks.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+    correct = total = 0
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum().item()
+        total += len(y)
+    print(correct / total)
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+    accuracy = instep.Accuracy()
+    for x, y in loader:
+        accuracy.update(model(x), y)
+    print(accuracy.compute())
+    ```
+    """
+    for numerator, denominator, place in counting.divisions(info):
+        name, count = counting.count_name(numerator), counting.count_name(denominator)
+        if name is None or count is None or name == count:
+            continue
+        if counting.is_reduced_nearby(info, place):
+            continue
+        loops = [[*counting.sharded_loaders_of(info, place, each)] for each in (name, count)]
+        if all(loops):
+            yield Hit(
+                place,
+                f"{name} and {count} count this rank's rows",
+                "from N = 2 on, the result differs by rank, and from that of one process",
+                "mean = instep.Mean()  # or instep.Accuracy()\n"
+                "mean.update(value, len(x))  # in the loop\n"
+                "mean.compute()",
+            )
+
+
+@rule("INS309", Severity.ERROR, "A model is trained on instep.shard's rows, without replicate.")
+def _not_replicated(info: ScriptInfo) -> Iterator[Hit]:
+    """`instep.shard` hands each rank its rows of every batch; `instep.replicate` brings the
+    gradients of all ranks together. Without it each rank trains a model of its own on 1/N of
+    the data, and these N models drift apart.
+
+    ## Bad
+    ```python
+    import instep
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(10, 2)
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss_function(model(x), y).backward()
+    ```
+
+    ## Good
+    ```python
+    import instep
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = instep.replicate(torch.nn.Linear(10, 2))
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss_function(model(x), y).backward()
+    ```
+    """
+    if info.ddp_calls or info.reduction_calls or any(info.script.calls_named("replicate")):
+        return
+    for loop in info.training_loops:
+        source = loop.iter if isinstance(loop, ast.For) else None
+        if source is None or counting.sharded_loader(info, source) is None:
+            continue
+        calls = [c for c in info.script.all(ast.Call) if info.script.is_inside(c, loop)]
+        models = [call.func for call in calls if _is_visible_model(info, call.func)]
+        if models:
+            name = info.script.source(models[0])
+            yield Hit(
+                models[0],
+                f"{name} is trained on this rank's rows, and nothing brings the gradients together",
+                "with N processes there are N models, each of 1/N of the data",
+                f"{name} = instep.replicate({name})  # before the loop",
+            )
+
+
+def _is_visible_model(info: ScriptInfo, node: ast.expr) -> bool:
+    """Whether a value is visibly a model: of a class of this script or of torch, and no loss."""
+    names = {info.script.call_name(made) for made in info.origins.calls(node)}
+    own = [
+        made.name
+        for made in info.script.all(ast.ClassDef)
+        if any(info.script.full_name(base) == "torch.nn.Module" for base in made.bases)
+        and "Loss" not in made.name
+    ]
+    full = {info.script.full_name(made) for made in info.origins.calls(node)}
+    return bool(names & {*own} or full & {"torch.nn.Linear", "torch.nn.Sequential"}) or any(
+        name.startswith("torchvision.models.") for name in full
+    )
+
+
+@rule("INS407", Severity.ERROR, "ReduceLROnPlateau gets the loss of one rank's rows.")
+def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
+    """`ReduceLROnPlateau` compares the number that it is given with those before it. The loss
+    of one rank's rows of `instep.shard(loader)` differs by rank, so that the ranks lower their
+    learning rates in different epochs, and their models drift apart.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+    from torch.utils.data import DataLoader
+
+    scheduler = ReduceLROnPlateau(optimizer)
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+    for epoch in range(90):
+        total = 0.0
+        for x, y in loader:
+            total += loss_function(model(x), y).item()
+        scheduler.step(total)
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+    from torch.utils.data import DataLoader
+
+    scheduler = ReduceLROnPlateau(optimizer)
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+    for epoch in range(90):
+        mean = instep.Mean()
+        for x, y in loader:
+            mean.update(loss_function(model(x), y), len(x))
+        scheduler.step(mean.compute())
+    ```
+    """
+    for call in info.script.calls_named("step"):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        made = [info.script.full_name(each) for each in info.origins.calls(owner)]
+        if not call.args or not any(name.endswith(".ReduceLROnPlateau") for name in made):
+            continue
+        if _is_of_own_rows(info, call.args[0], _DEPTH):
+            value = info.script.source(call.args[0])
+            yield Hit(
+                call,
+                f"{value} is of this rank's rows, and ReduceLROnPlateau decides by it",
+                "from N = 2 on, the ranks get different learning rates",
+                "mean = instep.Mean()\n"
+                "mean.update(loss, len(x))  # in the loop\n"
+                f"{info.script.source(call.func)}(mean.compute())",
+            )
+
+
+def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
+    """Whether a number is made, in the same text or in a function of the script, from what a loop
+    over instep.shard(loader) computes, and not reduced."""
+    if depth == 0 or counting.is_reduced_nearby(info, node):
+        return False
+    if isinstance(node, ast.Call):
+        returned = [
+            inner.value
+            for function in info.called_functions(node)
+            for inner in ast.walk(function)
+            if isinstance(inner, ast.Return) and inner.value is not None
+        ]
+        if returned:
+            return any(_is_of_own_rows(info, value, depth - 1) for value in returned)
+        if info.script.call_name(node) == "compute":
+            return False
+    if isinstance(node, ast.Name):
+        if any(counting.sharded_loaders_of(info, node, node.id)):
+            return True
+        bound = info.origins.bindings(node)
+        if any(_is_in_sharded_loop(info, each.statement) for each in bound):
+            return not any(info.script.call_name(each.value) == "compute" for each in bound)
+        return any(_is_of_own_rows(info, each.value, depth - 1) for each in bound)
+    return any(
+        _is_of_own_rows(info, inner, depth)
+        for inner in ast.iter_child_nodes(node)
+        if isinstance(inner, ast.expr)
+    )
+
+
+def _is_in_sharded_loop(info: ScriptInfo, place: ast.AST) -> bool:
+    return any(
+        isinstance(loop, ast.For) and counting.sharded_loader(info, loop.iter) is not None
+        for loop in info.script.parent_loops(place)
+    )
