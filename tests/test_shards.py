@@ -183,6 +183,31 @@ def test_a_sampler_that_divides_the_data_is_no_sampler_of_whole_batches():
         instep.shard(DataLoader(data, 4, sampler=sampler))
 
 
+class Divided(IterableDataset):
+    """Yields this rank's numbers, or all of them."""
+
+    def __init__(self, by_rank):
+        self.parts = (instep.rank, instep.world_size) if by_rank else (0, 1)
+
+    def __iter__(self):
+        first, step = self.parts
+        return iter(torch.arange(1.0 + first, 25, step))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_an_iterable_dataset_that_divides_by_rank_is_refused(by_rank):
+    loader = instep.shard(DataLoader(Divided(by_rank), 4))
+    batches = iter(loader)
+    if instep.rank == 0:
+        next(batches)
+    instep.barrier()
+    is_refused = by_rank and instep.rank == 1
+    match = "first batch .* the Divided divides the data among the ranks"
+    with pytest.raises(CannotShardError, match=match) if is_refused else nullcontext():
+        next(batches)
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(range(10))

@@ -60,8 +60,9 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
             collate_fn and workers: each rank loads its own samples, and what is random in a
             sample depends on (seed, epoch, index) only. Or any other loader (an iterable dataset,
             batch_size=None, a class of its own whose iterators yield batches): each rank loads
-            every batch and keeps its rows; the batches must be the same on all ranks. Or one
-            batch: tensors, or tuples, lists and dicts of them, whose dimension 0 is the batch. Or
+            every batch and keeps its rows; the batches must be the same on all ranks (the first
+            one is compared while the loop runs: CannotShardError). Or one batch: tensors, or
+            tuples, lists and dicts of them, whose dimension 0 is the batch. Or
             a torch.optim.Optimizer of the parameters of a replicated model: from now on each rank
             keeps the state of, and updates, 1/N of them and receives the others' (ZeRO stage 1),
             with the numbers that the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam,

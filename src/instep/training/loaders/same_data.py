@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sized
 from pathlib import PurePath
@@ -14,7 +15,9 @@ from torch.utils.data import Dataset
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.errors import DisagreementError
+from instep.distributed.rendezvous.bootstrap import is_world_of_one, store
 from instep.process.exit_status import group_ranks
+from instep.process.torch_private import tree_leaves
 from instep.training.errors import CannotShardError
 
 _ADVICE = (
@@ -54,6 +57,49 @@ def check_same_data(loader: Any) -> None:
         seen = [each[name] for each in gathered if name in each]
         if len(seen) == len(gathered) and not all(_is_same(each, seen[0]) for each in seen):
             raise DisagreementError(name, group_ranks([_show(each) for each in seen]), _ADVICE)
+
+
+class FirstBatchCheck:
+    """Compares the first batch of a loader of whole batches with rank 0's, and waits for no rank.
+
+    A data set that itself divides the data by rank, or that draws them otherwise on each, is seen
+    by that.
+    """
+
+    def __init__(self, key: str) -> None:
+        """`key`: the same on all ranks for this loader at its position, and for no other."""
+        self._key = f"first batch {key}"
+        self._own: list[Entry] | None = None
+        self._is_done = is_world_of_one() or get_transport().size == 1
+
+    def compare(self, batch: Any, kind: str) -> None:
+        """To be called with each batch, and with None at the end. `kind`: of the data, in words.
+
+        Raises CannotShardError on another rank than 0 whose first batch differs.
+        """
+        if self._is_done:
+            return
+        if self._own is None:
+            self._own = [entry for leaf in tree_leaves(batch) for entry in _of_leaf(leaf)]
+            if get_transport().rank == 0:
+                store().set(self._key, json.dumps(self._own))
+        self._is_done = get_transport().rank == 0
+        if not self._is_done and store().check([self._key]):
+            self._is_done = True
+            if not _is_same(self._own, json.loads(store().get(self._key))):
+                raise CannotShardError(
+                    f"the first batch of this loader is not the same on this rank as on rank 0: "
+                    f"the {kind} divides the data among the ranks, or draws or orders them "
+                    "otherwise on each, and instep.shard would divide each rank's part again. Let "
+                    "it yield all samples, in the same order on every rank (no RANK, no "
+                    "torch.distributed.get_rank)."
+                )
+
+
+def _of_leaf(leaf: Any) -> list[Entry]:
+    """The shape, and something of each of some rows."""
+    shape = getattr(leaf, "shape", ())
+    return [str(tuple(shape)), *(_entries(leaf) if shape else [_entry(leaf)])]
 
 
 def _samplers(loader: Any) -> list[Any]:

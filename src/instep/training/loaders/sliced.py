@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from instep.training.errors import OtherDataError
 from instep.training.loaders.block_batches import empty_block
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
 from instep.training.loaders.position import LoaderPosition
+from instep.training.loaders.same_data import FirstBatchCheck
 from instep.training.random_streams import (
     RNGStates,
     SharedRandomStream,
@@ -26,6 +28,8 @@ from instep.training.random_streams import (
 )
 
 T = TypeVar("T")
+_numbers = itertools.count()
+"""Of the loaders of this process."""
 
 
 class SlicedLoader(Generic[T]):
@@ -44,6 +48,8 @@ class SlicedLoader(Generic[T]):
         self._resumed: dict[str, Any] | None = None
         """The state at which the next iteration goes on."""
         self._stream: SharedRandomStream | None = None
+        self._number = next(_numbers)
+        self._check: FirstBatchCheck | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -77,7 +83,14 @@ class SlicedLoader(Generic[T]):
             self._begin, self._stream = begin, stream
         if resumed is not None:
             self._skip(batches, stream, resumed)
-        return SlicedIterator(batches, stream, empty_block(), position)
+        if self._check is None and not in_scope:
+            key = f"{self._number} {self._seed} {position.epoch} {position.batches}"
+            self._check = FirstBatchCheck(key)
+        kind = type(getattr(self._whole, "dataset", self._whole)).__name__
+        compare = self._check.compare if self._check is not None else lambda *_: None
+        return SlicedIterator(
+            batches, stream, empty_block(), position, lambda batch: compare(batch, kind)
+        )
 
     def _skip(
         self, batches: Iterator[T], stream: SharedRandomStream, state: dict[str, Any]
@@ -150,8 +163,11 @@ class SlicedIterator(Generic[T]):
         stream: SharedRandomStream,
         empty_block: Block,
         position: LoaderPosition,
+        compare: Callable[[T | None], None],
     ) -> None:
+        """`compare` is called with each whole batch, and with None at the end."""
         self._position = position
+        self._compare = compare
         self._batches = batches
         self._stream = stream
         self._empty_block = empty_block
@@ -166,9 +182,11 @@ class SlicedIterator(Generic[T]):
                 with phase("data"), self._stream.activate():
                     batch = next(self._batches)
             except StopIteration:
+                self._compare(None)
                 self._position.has_ended = True
                 register_end(self._tracker)
                 raise
+            self._compare(batch)
             block = replace(self._empty_block, total=count_rows(batch))
             self._position.count(block.total)
             if self._tracker.yields(block):
