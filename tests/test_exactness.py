@@ -278,6 +278,23 @@ def test_a_weight_before_any_forward_is_an_error():
         instep.weight(3)
 
 
+@ranks(2)
+def test_a_weight_that_is_stated_before_the_model_is_called_is_an_error():
+    model = instep.replicate(nn.Linear(2, 1))
+    for k in range(3):
+        x = instep.shard(torch.ones(4, 2))
+        early = pytest.raises(TrainingError, match="denominator of the forward before it")
+        if k == 1:
+            instep.weight(len(x))
+        with early if k == 1 else nullcontext():
+            loss = model(x).mean()
+            if k == 2:
+                loss.backward(retain_graph=True)
+                instep.weight(len(x))  # of another backward through the same forward
+            loss.backward()
+    model(x)
+
+
 # -------------------------------------------------------------------------------- shapes
 
 

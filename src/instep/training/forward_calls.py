@@ -53,6 +53,8 @@ class ForwardCall:
     """Whether a loss of its output may have a backward."""
     had_backward: bool = False
     """Whether a backward has found its output."""
+    has_unused_weight: bool = False
+    """Whether `instep.weight` has stated its weight after a backward, and none has followed."""
     replica: object = None
     """The replica that was called."""
     inputs: tuple[int, ...] = ()
@@ -136,7 +138,15 @@ def _addresses(arguments: object) -> tuple[int, ...]:
 
 
 def push(call: ForwardCall) -> None:
-    """Begin a call; calls nest."""
+    """Begin a call; calls nest. Raises TrainingError if the weight of the last one is unused."""
+    if call.needs_gradients and _last_trained is not None and _last_trained.has_unused_weight:
+        _last_trained.has_unused_weight = False
+        raise TrainingError(
+            "instep.weight was called after a backward, and so states the denominator of the "
+            "forward before it, of which no backward followed. Call it between the forward and the "
+            "backward of the same batch: loss = loss_function(model(x), y); instep.weight(count); "
+            "loss.backward()."
+        )
     if call.arguments is not None:
         call.inputs = _addresses(call.arguments[1:])
     _stack.append(call)

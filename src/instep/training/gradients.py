@@ -139,7 +139,9 @@ def weight(count: Tensor | float | None) -> None:
     A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
     where gradients are disabled, as they were in the last forward.
 
-    Collective. Raises TrainingError before any forward of a replicated model.
+    Collective. Raises TrainingError before any forward of a replicated model. Called after a
+    backward it states the weight of another one through the same forward; if none follows, the next
+    forward raises TrainingError.
     """
     latest = forward_calls.last()
     if not torch.is_grad_enabled() and (latest is None or not latest.needs_gradients):
@@ -149,6 +151,7 @@ def weight(count: Tensor | float | None) -> None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
         )
+    call.has_unused_weight = call.had_backward
     if count is None:
         call.weight, call.weights = (0.0 if call.is_placeholder else 1.0), None
         return
@@ -329,7 +332,7 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
             return last
         return ForwardCall(forward_calls.current_candidates())
     for call in forwards:
-        call.had_backward = True
+        call.had_backward, call.has_unused_weight = True, False
     stated = [call for call in forwards if call.weight is not None]
     first = (stated or forwards)[0]
     if len(forwards) > 1:
