@@ -151,16 +151,28 @@ def test_a_loss_whose_divisor_is_not_stated_is_named(name):
         play(unstated, (name,))
 
 
-def fraction_of_a_sum(log):
-    data = rows(61)  # the ranks have equal numbers of rows until step 7, the last
-    train(log, net(), data, lambda m, x, y: m(x).square().sum() / 9, batch_size=9, epochs=1)
+def fraction_of_a_sum(log, part, count=61):
+    train(log, net(), rows(count), lambda m, x, y: part(m(x), y), batch_size=9, epochs=1)
 
 
 @ranks(3)
 def test_a_sum_over_a_constant_is_named_at_the_first_uneven_batch():
     divisors._warned.clear()
     with pytest.warns(InstepWarning, match=r"instep.weight\(None\), if it is a sum.*INS716"):
-        play(fraction_of_a_sum, ())
+        # The ranks have equal numbers of rows until step 7, the last.
+        play(fraction_of_a_sum, (lambda out, y: out.square().sum() / 50,))
+
+
+@ranks(3)
+def test_a_sum_over_the_batch_size_is_named_where_all_batches_are_even():
+    def summed(out, y):
+        return cross_entropy(out, y, reduction="sum") / 9
+
+    divisors._warned.clear()
+    with pytest.warns(InstepWarning, match="a loss that is a sum over rows.*INS716"):
+        play(fraction_of_a_sum, (summed, 18))
+    divisors._warned.clear()
+    play(fraction_of_a_sum, (lambda out, y: out[:, :3].square().sum() / (3 * len(out)), 18))
 
 
 def in_batch(out, y):

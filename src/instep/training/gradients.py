@@ -290,7 +290,7 @@ def _check_divisors(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
     if check is None or call.block is None or not _is_summing():
         return
     if is_first_uneven(call.replica, call.block) or check.is_due():
-        check_divisors(roots, call.block.count, get_transport())
+        check_divisors(roots, call.block.count, call.block.total, get_transport())
 
 
 def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:

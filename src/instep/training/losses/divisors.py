@@ -42,16 +42,19 @@ def is_first_uneven(replica: object, block: Block) -> bool:
     return True
 
 
-def check_divisors(roots: Iterable[Tensor], rows: int, transport: Transport) -> None:
+def check_divisors(roots: Iterable[Tensor], rows: int, total: int, transport: Transport) -> None:
     """Warn, once for each line, of a loss that is no mean over rows.
 
     Args:
         roots: on which backward is called.
         rows: this rank's.
+        total: those of all ranks. A sum of other than so many elements that is divided by so much
+            is one over rows that is divided by the batch size.
 
     Collective.
     """
-    found = [divisor for root in roots for divisor in _divisors(root.grad_fn)] if rows else []
+    whole = None if rows == total else float(total)
+    found = [each for root in roots for each in _divisors(root.grad_fn, whole)] if rows else []
     ratios = [divisor / rows for divisor in found if divisor is not None]
     mine = torch.tensor(
         [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)],
@@ -86,8 +89,9 @@ def _warn(what: str, call: str) -> None:
         )
 
 
-def _divisors(root: Any) -> Iterator[float | None]:
-    """What the terms of a loss that come from a replica divide by; None for a sum."""
+def _divisors(root: Any, total: float | None) -> Iterator[float | None]:
+    """What the terms of a loss that come from a replica divide by; None for a sum, also one that is
+    divided by `total`."""
     stack: list[tuple[Any, float | None]] = [(root, None)]
     seen = set()
     while stack:
@@ -98,7 +102,8 @@ def _divisors(root: Any) -> Iterator[float | None]:
         found, is_reduction = _divisor_of(node, divisor)
         if is_reduction:
             if depends_on_call(node) and not _reduces_stack(node):
-                yield found
+                is_sum = found == total is not None and _summed_elements(node) != total
+                yield None if is_sum else found
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other
             if isinstance(other, Tensor) and other.numel() == 1 and other:
@@ -122,6 +127,16 @@ def _reduces_stack(node: Any) -> bool:
             for child in _children(each)
         ]
     return False
+
+
+def _summed_elements(node: Any) -> int:
+    """How many numbers a reduction adds up."""
+    if hasattr(node, "_saved_self_sym_sizes"):
+        return math.prod(node._saved_self_sym_sizes)
+    if node.name() == "MeanBackward0":
+        return int(node._saved_self_sym_numel)
+    is_picked = node.name().startswith("NllLoss")  # one number of each row
+    return int((node._saved_target if is_picked else node._saved_self).numel())
 
 
 def _children(node: Any) -> list[Any]:
