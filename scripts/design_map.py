@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,7 @@ def with_map(page: str) -> str:
     return "".join((before, BEGIN, *(f"{line}\n" for line in design_map()), END, after))
 
 
+@cache
 def _line(depth: int, name: str, path: Path) -> str:
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     first = docstring.partition("\n\n")[0].replace("\n", " ")

@@ -48,6 +48,19 @@ PUBLISHED = frozenset(
 """Names that users know."""
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Those of a file's syntax tree, of which the module is the first."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """At the end nobody holds the syntax trees, which are half a million objects."""
+    yield
+    nodes.cache_clear()
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=str)
 def test_a_package_holds_at_most_14_files(folder: Path) -> None:
     assert len([*folder.glob("*.py")]) <= 14
@@ -58,7 +71,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
 
 
 def test_the_first_floor_has_eight_packages_that_say_what_they_are_for() -> None:
-    packages = {path.parent.name: ast.parse(path.read_text()) for path in SRC.glob("*/__init__.py")}
+    packages = {path.parent.name: nodes(path)[0] for path in SRC.glob("*/__init__.py")}
     assert len(packages) <= 8
     sentences = {
         name: len(re.findall(r"[.!?](?=\s|$)", ast.get_docstring(tree) or ""))
@@ -84,7 +97,7 @@ def test_a_class_name_stands_once() -> None:
         node.name
         for path in FILES
         if "compat" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
@@ -121,7 +134,7 @@ def test_every_error_is_found_in_the_module_of_errors() -> None:
         node.name: {ast.unparse(base) for base in node.bases}
         for path in FILES
         if "compat" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     }
     while more := {name for name in {*bases} - found if bases[name] & found}:
@@ -136,7 +149,7 @@ def test_few_modules_beside_launch_write_the_environment() -> None:
     writers = {
         str(path.relative_to(SRC))
         for path in FILES
-        if SRC / "launch" not in path.parents and writes_environment(ast.parse(path.read_text()))
+        if SRC / "launch" not in path.parents and writes_environment(path)
     }
     assert writers == {
         "process/procfs.py",  # on behalf of launch/
@@ -151,7 +164,7 @@ def test_few_modules_beside_launch_write_the_environment() -> None:
     }
 
 
-def writes_environment(tree: ast.Module) -> bool:
+def writes_environment(path: Path) -> bool:
     """By `os.environ[...] = ...`, `del os.environ[...]`, a method that changes it, or putenv."""
     return any(
         (
@@ -167,7 +180,7 @@ def writes_environment(tree: ast.Module) -> bool:
                 ast.unparse(node),
             )
         )
-        for node in ast.walk(tree)
+        for node in nodes(path)
     )
 
 
@@ -176,7 +189,7 @@ def test_few_modules_call_the_collectives_of_torch() -> None:
     callers = {
         str(path.relative_to(SRC / "distributed"))
         for path in FILES
-        if {*collectives_of_torch(ast.parse(path.read_text()))}
+        if {*collectives_of_torch(path)}
     }
     assert callers == {
         "communication/groups.py",
@@ -186,13 +199,13 @@ def test_few_modules_call_the_collectives_of_torch() -> None:
     }
 
 
-def collectives_of_torch(tree: ast.Module) -> Iterator[str]:
+def collectives_of_torch(path: Path) -> Iterator[str]:
     """The functions of torch.distributed by which ranks exchange anything, where it names them."""
     pattern = re.compile(
         r"(all_|batch_)?(reduce|gather|to_all|isend_irecv|scatter)(_\w+)?|reduce_scatter\w*|scatter"
         r"|broadcast(_\w+)?|barrier|monitored_barrier|i?(send|recv)(_object_list)?|new_\w*group\w*"
     )
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and pattern.fullmatch(node.attr):
             if ast.unparse(node.value) in ("dist", "torch.distributed", "distributed_c10d"):
                 yield node.attr
@@ -201,14 +214,14 @@ def collectives_of_torch(tree: ast.Module) -> Iterator[str]:
 
 
 def test_private_names_of_torch_stand_in_one_module() -> None:
-    found = {path.name for path in FILES if [*private_names_of_torch(ast.parse(path.read_text()))]}
+    found = {path.name for path in FILES if [*private_names_of_torch(path)]}
     assert found == {"torch_private.py"}
 
 
-def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
+def private_names_of_torch(path: Path) -> Iterator[str]:
     """Names with an underscore that are imported from torch, or are attributes of what is."""
     known = {}
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for each in node.names:
                 if each.name.partition(".")[0] == "torch":
@@ -218,7 +231,7 @@ def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
             for each in node.names:
                 name = known[each.asname or each.name] = f"{node.module}.{each.name}"
                 yield from [name] * ("._" in name)
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             root, *names = ast.unparse(node).split(".")
             if root in known and any(re.match(r"_(?!_)", name) for name in names):
@@ -253,7 +266,7 @@ def test_the_design_names_functions_that_exist() -> None:
 def public_names(path: Path) -> Iterator[str]:
     """Of a module: its own, and those of its classes, public functions and public methods."""
     yield path.parent.name if path.name == "__init__.py" else path.stem.strip("_")
-    for node in ast.parse(path.read_text()).body:
+    for node in nodes(path)[0].body:
         if isinstance(node, ast.ClassDef):
             yield node.name
             yield from (

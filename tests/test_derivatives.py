@@ -46,13 +46,17 @@ def _everybodys(tensor):
 
 
 def check(local, sizes=None, dtype=torch.float64, values=None):
-    """gradcheck of `local`, a function of this rank's one-dimensional input."""
+    """gradcheck of `local`, a function of this rank's one-dimensional input; fast: of random sums
+    of its derivatives, the same on all ranks."""
     sizes = sizes or [4] * instep.world_size
     if values is None:
         values = torch.randn(sum(sizes), dtype=dtype, generator=torch.Generator().manual_seed(5))
     inputs = values.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: _World.apply(x, sizes, local), (inputs,), check_undefined_grad=False
+        lambda x: _World.apply(x, sizes, local),
+        (inputs,),
+        check_undefined_grad=False,
+        fast_mode=True,
     )
 
 
@@ -72,7 +76,7 @@ OPS = ["sum", "mean", "min", "max", "product"]
 
 
 @pytest.mark.parametrize("op", OPS)
-@ranks(2, 3)
+@ranks(3)
 def test_all_reduce(op):
     check_twice(lambda x: instep.all_reduce(x, op))
 
@@ -89,12 +93,12 @@ def test_reduce_scatter(op):
     check_twice(lambda x: instep.reduce_scatter(x, op))
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_broadcast():
     check_twice(lambda x: instep.broadcast(x, root=1))
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_all_gather():
     check_twice(lambda x: torch.cat(instep.all_gather(x)))
 
@@ -139,7 +143,7 @@ def test_scatter():
     )
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_all_to_all():
     check_twice(lambda x: torch.cat(instep.all_to_all(x)))
 
