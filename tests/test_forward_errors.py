@@ -64,24 +64,39 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 DEFAULTS = {"then": RAISES, "rows": "(-1,)", "index": "rows"}
 
 
-def write(launch: Launch, **parts: str) -> Path:
+def write(launch: Launch, *trainings: dict[str, str]) -> Path:
+    """A script that makes these, one after the other."""
     script = launch.folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(**(DEFAULTS | parts))))
+    texts = [textwrap.dedent(SCRIPT.format(**(DEFAULTS | parts))) for parts in trainings]
+    script.write_text("".join(texts))
     return script
 
 
-def test_an_error_skips_the_same_batches_as_in_one_process(launch: Launch) -> None:
-    """An error of all ranks, and one of rank 1 alone."""
-    script = write(launch, steps="8", bad="(4, 6)", rows="(slice(None), -1)")
+REFUSES = "return Refusing.apply(super().forward(x))"
+WARNS = "warnings.warn(f'step {step}'); x = x.nan_to_num()"
+
+
+def test_errors_skip_the_batches_of_one_process_and_warnings_are_its(launch: Launch) -> None:
+    """An error of all ranks, and one of rank 1 alone; one of a backward, in a call that is not
+    watched; a warning about rows of either rank, in a call that is made anew, and in one that is
+    not watched."""
+    script = write(
+        launch,
+        {"steps": "8", "bad": "(4, 6)", "rows": "(slice(None), -1)"},
+        {"steps": "75", "bad": "(70,)", "rows": "(slice(None),)", "then": REFUSES},
+        {"steps": "75", "bad": "(10, 70)", "index": "-(step // 70)", "then": WARNS},
+    )
     one, two = (launch.run("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
     assert one.stdout == two.stdout
-    assert len(set(one.stdout.split())) == 2
+    assert len(set(one.stdout.split())) == 4
+    assert one.stderr.count("UserWarning: step ") == 2
+    assert two.stderr.replace("[1] ", "") == one.stderr
 
 
 def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
     """In a call that is not watched."""
-    script = write(launch, steps="80", bad="(70,)")
+    script = write(launch, {"steps": "80", "bad": "(70,)"})
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     line = 1 + script.read_text().splitlines().index("            loss = model(x).square().mean()")
@@ -90,32 +105,15 @@ def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> 
     assert ended.stdout == ""
 
 
-def test_a_late_error_of_a_backward_skips_a_batch_or_ends_the_job_with_its_name(
-    launch: Launch,
-) -> None:
-    refuses = "return Refusing.apply(super().forward(x))"
-    script = write(launch, steps="75", bad="(70,)", rows="(slice(None),)", then=refuses)
-    one, two = (launch.run("-n", count, script) for count in (1, 2))
-    assert (one.stdout, two.stderr) == (two.stdout, ""), two.stderr
-    assert one.stdout
-    script = write(launch, steps="75", bad="(70,)", then=refuses)
+def test_a_late_error_of_one_ranks_backward_ends_the_job_with_its_name(launch: Launch) -> None:
+    script = write(launch, {"steps": "75", "bad": "(70,)", "then": REFUSES})
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     assert "(ValueError in backward()) at " in ended.stderr, ended.stderr
 
 
-def test_a_warning_about_rows_is_shown_whichever_rank_has_them(launch: Launch) -> None:
-    """In a call that is made anew, and in one that is not watched."""
-    warns = "warnings.warn(f'step {step}'); x = x.nan_to_num()"
-    script = write(launch, steps="75", bad="(10, 70)", index="-(step // 70)", then=warns)
-    one, two = (launch.run("-n", count, script) for count in (1, 2))
-    assert (one.returncode, two.stdout) == (0, one.stdout)
-    assert one.stderr.count("UserWarning: step ") == 2
-    assert two.stderr.replace("[1] ", "") == one.stderr
-
-
 def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
-    script = write(launch, steps="80", bad="(70,)", then="x = x[:2]")
+    script = write(launch, {"steps": "80", "bad": "(70,)", "then": "x = x[:2]"})
     ended = launch.run("-n", 2, script)
     assert ended.returncode == 1
     assert "This was in a divided call of Checked." in ended.stderr
