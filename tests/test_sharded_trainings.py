@@ -1773,10 +1773,17 @@ def twice_in_one_backward_by_buckets(log: Log) -> None:
 # ------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("training", SHARDED, ids=lambda t: t.__name__)
-def test_it_is_sharded_and_has_the_numbers_of_one_process(training: Training) -> None:
-    sizes = (2, 3) if training is classifier else (3,)
-    same_as_one_process(unedited, training, True, sizes=sizes, dtype=torch.float64, nudge=True)
+@pytest.mark.parametrize(
+    ("training", "size"),
+    [
+        *((training, 2) for training in SHARDED),
+        (classifier, 3),
+        *(pytest.param(each, 3, marks=pytest.mark.nightly) for each in SHARDED if each != classifier),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_it_is_sharded_and_has_the_numbers_of_one_process(training: Training, size: int) -> None:
+    same_as_one_process(unedited, training, True, sizes=(size,), dtype=torch.float64, nudge=True)
 
 
 @pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)
