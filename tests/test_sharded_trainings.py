@@ -1778,7 +1778,11 @@ def twice_in_one_backward_by_buckets(log: Log) -> None:
     [
         *((training, 2) for training in SHARDED),
         (classifier, 3),
-        *(pytest.param(each, 3, marks=pytest.mark.nightly) for each in SHARDED if each != classifier),
+        *(
+            pytest.param(each, 3, marks=pytest.mark.nightly)
+            for each in SHARDED
+            if each != classifier
+        ),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
