@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import socket
@@ -18,18 +19,7 @@ from instep.distributed.identity.launchers import STORE_FD
 from instep.errors import ScriptFailedError, ScriptLateError
 from instep.verify.recording.records import read_run
 from instep.verify.runs import REPEATABLE
-
-_processes = multiprocessing.get_context("forkserver")
-# What takes seconds to import, once for all ranks: torch imports its compiler when the first
-# optimizer is made.
-_processes.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "sklearn.datasets",
-        "sklearn.model_selection",
-        "instep.verify.recording.entry",
-    ]
-)
+from pool import forkserver
 
 LIMIT = 45.0
 """Seconds that a run may take."""
@@ -67,7 +57,7 @@ class Forked:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             place = Place(size, listener.getsockname()[1], str(folder), self._variables)
             processes = [
-                _processes.Process(
+                forkserver.Process(
                     target=_rank, args=(rank, place, tuple(command), None if rank else listener)
                 )
                 for rank in range(size)
@@ -103,13 +93,14 @@ def _rank(
     from instep.launch.worker.static_opt_out import find_opt_out
     from instep.verify.recording import entry
 
+    gc.freeze()  # what is imported is not looked through
     devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(devnull, stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
     os.chdir(place.folder)
-    os.environ |= REPEATABLE | dict(place.variables)
+    os.environ |= REPEATABLE | {"INSTEP_WATCH": "off"} | dict(place.variables)
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
     rank_local._depth.value = 0
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter

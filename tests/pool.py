@@ -24,9 +24,15 @@ from time import monotonic
 from typing import Any
 
 SECONDS = 50.0
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch", "torch._dynamo", "numpy", "pytest", "instep.training.replicas"]
+forkserver = multiprocessing.get_context("forkserver")
+"""Of all tests: they have one forkserver, which imports once what takes long to import. torch
+imports its compiler when the first optimizer is made."""
+forkserver.set_forkserver_preload(
+    [
+        *("torch._dynamo", "numpy", "pytest"),
+        *("instep.training.replicas", "instep.verify.recording.entry"),
+        "instep.launch.worker.training_loops",
+    ]
 )
 _pools: dict[tuple[int, str], Pool] = {}
 _backend = "auto"
@@ -84,6 +90,18 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
         raise
 
 
+def run_fresh(body: Callable[..., Any], *args: Any) -> None:
+    """Call `body`, a module-level function, in a process that ends afterwards: fresh but for what
+    the pools' processes have imported in advance. Raises RankError."""
+    process = forkserver.Process(target=body, args=args)
+    process.start()
+    process.join(SECONDS)
+    code = process.exitcode
+    process.kill()
+    if code != 0:
+        raise RankError(f"{body.__name__} ended with {code}; its traceback is in stderr")
+
+
 def accelerator() -> Any:
     """The module of this rank's accelerator, simulated.py or shared_gpu.py; None on the CPU."""
     return sys.modules.get("simulated") or sys.modules.get("shared_gpu")
@@ -104,8 +122,8 @@ class Pool:
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = _processes.Pipe()
-            process = _processes.Process(
+            ours, theirs = forkserver.Pipe()
+            process = forkserver.Process(
                 target=_serve, args=(theirs, store, rank, size, backend), name=f"rank{rank}"
             )
             process.start()

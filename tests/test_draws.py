@@ -8,8 +8,6 @@ gradient.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from instep.training import replicas
 from instep.training.batches import registry
 from instep.training.blocks import Block
 from instep.training.draws.batch_draws import BatchDrawMode
+from pool import run_fresh
 
 Body = Callable[["Drawing", Tensor], Tensor]
 
@@ -401,12 +400,12 @@ def test_a_dropout_that_drops_nothing_leaves_the_scripts_generator() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def draw_beside_a_replica() -> None:
+    instep.replicate(nn.Linear(2, 2))
+    torch.set_default_device("meta")  # torch looks at its functions now
+    devices = {torch.rand(2).device, torch.randn(2).device, torch.randperm(3).device}
+    assert {device.type for device in devices} == {"meta"}, devices
+
+
 def test_what_is_drawn_beside_a_replica_is_on_the_default_device() -> None:
-    script = """
-import instep, torch
-instep.replicate(torch.nn.Linear(2, 2))
-torch.set_default_device("meta")  # torch looks at its functions now
-devices = {torch.rand(2).device, torch.randn(2).device, torch.randperm(3).device}
-assert {device.type for device in devices} == {"meta"}, devices
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run_fresh(draw_beside_a_replica)

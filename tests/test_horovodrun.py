@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from instep.compat import finder
 from instep.launch import horovodrun
 from instep.launch.timeline.events import read_events
 from launching import Launch
+from pool import run_fresh
 
 
 @pytest.fixture
@@ -266,6 +269,12 @@ def test_what_takes_the_place_of_an_absent_module_is_there():
             assert pkgutil.resolve_name(name) is not None, (module, name)
 
 
+def prints(code: str, lines: list[str]) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(code, {})
+    assert printed.getvalue().splitlines() == lines
+
+
 def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"
@@ -292,12 +301,12 @@ def test_every_name_in_the_finder_has_an_implementation():
         "try: import horovod.spark\n"
         "except ModuleNotFoundError as error: print(error.name)\n"
     )
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert seen.stdout.splitlines() == [
+    lines = [
         "horovod.runner.common.util.hosts needs an installed Horovod. In its place: the command "
         "`instep horovodrun -H host:4,...`.",
         "horovod.runner.elastic needs an installed Horovod. In its place: the command "
         "`instep horovodrun --host-discovery-script FILE`.",
         "horovod.spark",
     ]
+    run_fresh(prints, code, lines)
     assert "horovod.torch" in finder.IMPLEMENTATIONS

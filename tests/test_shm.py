@@ -4,7 +4,6 @@ import copy
 import faulthandler
 import functools
 import gc
-import multiprocessing
 import os
 import random
 import re
@@ -44,7 +43,7 @@ from instep.errors import (
     PeerLeftError,
 )
 from instep.process.procfs import has_ended
-from pool import ranks
+from pool import forkserver, ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -751,13 +750,10 @@ def test_a_thousand_random_sequences_never_stall(part):
 # Nobody hangs
 
 
-processes = multiprocessing.get_context("forkserver")
-
-
 def launch(folder, size, body, *args):
     """Run `body(*args)` on ranks of their own; what each said ("" for a killed one), by rank."""
     running = [
-        processes.Process(target=live, args=(rank, size, str(folder), body, args))
+        forkserver.Process(target=live, args=(rank, size, str(folder), body, args))
         for rank in range(size)
     ]
     for process in running:

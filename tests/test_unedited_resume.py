@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,11 +16,9 @@ import torch
 
 from instep.check.script import Script
 from instep.launch.worker.training_loops import TrainingLoops
+from pool import forkserver
 
 pytestmark = pytest.mark.slow
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch._dynamo", "instep.launch.worker.training_loops"])
 
 PRELUDE = """\
 import copy, csv, json, os, random, signal
@@ -218,6 +217,7 @@ NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
     from instep.launch.worker import program
 
+    gc.freeze()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # a rank has none
     os.chdir(folder)
     os.environ.update(INSTEP_SEED="5", INSTEP_CHECKPOINT=checkpoint, **variables)
@@ -228,7 +228,7 @@ def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
 
 def run(folder: Path, name: str = "saved", **variables: str) -> int | None:
     """The script in a folder, in a process of its own: its exit code."""
-    process = _processes.Process(target=_run, args=(str(folder), str(folder / name), variables))
+    process = forkserver.Process(target=_run, args=(str(folder), str(folder / name), variables))
     process.start()
     process.join(60)
     return process.exitcode
