@@ -31,7 +31,7 @@ forkserver.set_forkserver_preload(
     [
         *("torch._dynamo", "numpy", "pytest"),
         *("instep.training.replicas", "instep.verify.recording.entry"),
-        "instep.launch.worker.training_loops",
+        *("instep.launch.worker.training_loops", "sklearn.datasets", "sklearn.model_selection"),
     ]
 )
 _pools: dict[tuple[int, str], Pool] = {}

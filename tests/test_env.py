@@ -81,6 +81,7 @@ def test_every_collective_is_tried_and_right() -> None:
     assert {verdict for _, verdict, _ in found} == {"ok"}
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 def test_trainings_have_the_numbers_of_one_process() -> None:
     found = training_test.run_trainings(torch.device("cpu"))

@@ -157,7 +157,13 @@ def on_this_rank(name: str, folder: str, layers: str) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OF_COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (place % 4 > 0))
+        for place, name in enumerate(OF_COMMANDS)
+    ],
+)
 def test_a_script_sees_its_commands_run_once_on_every_rank(tmp_path: Path, name: str) -> None:
     shared, layers = stocked(tmp_path / "shared"), tmp_path / "layers"
     alone = seen(name, str(stocked(tmp_path / "alone")))

@@ -770,6 +770,7 @@ def launch(folder, size, body, *args):
 
 
 def live(rank, size, folder, body, args):
+    gc.freeze()  # what is imported is not looked through
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(f"{folder}/stderr{rank}", "w") as stderr:
