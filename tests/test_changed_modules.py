@@ -463,6 +463,22 @@ def test_what_is_changed_in_place_is_changed_in_each_shape() -> None:
 
 
 @ranks(2)
+def test_a_rank_reads_by_itself_an_output_that_all_have_gathered() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(ROWS, 4)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(sharded_output, "LARGE", 1)
+        with sharding():
+            kept, freed_elsewhere = model(x), model(2 * x)
+            if instep.rank == 1:
+                del freed_elsewhere
+            sharded_output.gather_outputs()
+            found = kept + 0 if instep.rank == 0 else None
+        if found is not None:
+            torch.testing.assert_close(found, model(x))
+
+
+@ranks(2)
 def test_a_thread_of_the_script_reads_an_output_while_the_main_thread_goes_on() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(4, 3), torch.randn(ROWS, 4)

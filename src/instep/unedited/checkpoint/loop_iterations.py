@@ -16,7 +16,7 @@ from typing import Any
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
-from instep.distributed.numbers import on_any_rank
+from instep.distributed.numbers import each_on_any_rank
 from instep.process import print_line
 from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
@@ -32,6 +32,7 @@ from instep.unedited.checkpoint.written_files import WrittenFiles
 from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.sharded_output import gather_outputs
 
 SHARE = 0.1
 """The part of the time that saving may take; an iteration that ends too early is not saved."""
@@ -171,10 +172,12 @@ class _Loop:
         CannotSaveScriptError after the first iteration, if the script cannot be saved. Collective.
         """
         self._iteration += 1
-        must_end = on_any_rank(self._flag.is_set, get_transport())
-        if self._rank == 0:
-            pause = self._cost * (1 - SHARE) / SHARE
-            if is_last or must_end or monotonic() - self._saved_at >= pause:
+        pause = self._cost * (1 - SHARE) / SHARE
+        is_due = is_last or (self._rank == 0 and monotonic() - self._saved_at >= pause)
+        must_end, must_save = each_on_any_rank([self._flag.is_set, is_due], get_transport())
+        if must_save or must_end:
+            gather_outputs()
+            if self._rank == 0:
                 self._try_to_save(frame)
         if must_end:
             get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.thread_channel import ThreadChannel
+from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.process.torch_private import (
     DisableTorchFunctionSubclass,
@@ -50,6 +51,18 @@ def has_sharded_outputs() -> bool:
     """Whether the rows of any output are still on their ranks only."""
     outputs = [reference() for reference in [*_alive.values()]]
     return any(output is not None and output.full is None for output in outputs)
+
+
+def gather_outputs() -> None:
+    """Gather the outputs that the script still holds, as far as their rows are on their ranks only,
+    so that one rank can read them by itself. Collective."""
+    found = {
+        number: output
+        for number, reference in [*_alive.items()]
+        if (output := reference()) is not None
+    }
+    for number in sorted(set.intersection(*map(set, get_transport().all_gather_object([*found])))):
+        found[number].full_tensor()
 
 
 class ShardedOutput(Tensor):
