@@ -159,8 +159,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
             )
             _check_value_count(moments, inputs[0], is_placeholder)
             merged = _merge(moments)
-            mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
-            _update_running(shards, merged, mean)
+            _update_running(shards, merged)
+        mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
             # The kernels take weights in half precision with statistics in that only.
@@ -170,7 +170,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
             outputs.append(output)
         ctx.save_for_backward(*tensors)
-        ctx.mean, ctx.var, ctx.count = mean, var, merged.count
+        ctx.statistics, ctx.mean, ctx.var = merged, mean, var
         ctx.eps, ctx.is_placeholder, ctx.collectives = eps, is_placeholder, collectives
         return tuple(outputs)
 
@@ -185,12 +185,12 @@ class _GlobalBatchNorm(torch.autograd.Function):
         if ctx.is_placeholder:
             by_shard[0][:] = 0
         with np.errstate(all="ignore"):
-            averages = ctx.collectives.sum_numbers(by_shard) / ctx.count
-        needed = _thirds(ctx.needs_input_grad[3:])
-        results: list[Tensor | None] = [
-            _input_gradient(grad, x, weight, averages, ctx) if need else None
-            for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
-        ]
+            sums = ctx.collectives.sum_numbers(by_shard)
+            needed = _thirds(ctx.needs_input_grad[3:])
+            results: list[Tensor | None] = [
+                _input_gradient(grad, x, weight, sums, ctx) if need else None
+                for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
+            ]
         for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True)):
             results += [
                 each[k].to(parameter.dtype) if need else None
@@ -333,36 +333,36 @@ def _merge(moments: Numbers) -> _Statistics:
     return _Statistics(mean, (squares + counts * offsets * offsets).sum(0) / total, total)
 
 
-def _update_running(shards: Sequence[Shard], merged: _Statistics, mean: Tensor) -> None:
+def _update_running(shards: Sequence[Shard], merged: _Statistics) -> None:
     # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
     # version counters as they are.
     for shard in shards:
         if (running := shard.running_mean) is not None:
-            running.data.lerp_(mean.to(running.dtype), shard.momentum)
+            running.data.lerp_(numbers.to_tensor(merged.mean, running.dtype), shard.momentum)
         if (running := shard.running_var) is not None:
             unbiased = merged.var * (merged.count / (merged.count - 1))
             running.data.lerp_(numbers.to_tensor(unbiased, running.dtype), shard.momentum)
 
 
 def _input_gradient(
-    grad: Tensor, x: Tensor, weight: Tensor | None, averages: Numbers, ctx: Any
+    grad: Tensor, x: Tensor, weight: Tensor | None, sums: Numbers, ctx: Any
 ) -> Tensor:
     """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
 
-    `averages`: of grad * x_hat and of grad over all rows, for each channel.
+    `sums`: of grad * x_hat and of grad over all rows, for each channel.
 
     Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
     scale * grad (another).
     """
-    mean, var = ctx.mean, ctx.var
-    scale = (var + ctx.eps).rsqrt_()
+    dtype, statistics, channels = ctx.mean.dtype, ctx.statistics, x.shape[1]
+    scale = (statistics.var + ctx.eps) ** -0.5
     if weight is not None:
-        scale *= weight
-    factors = numbers.to_tensor(averages, var.dtype).view(2, -1) * scale
-    slope, offset = factors.neg_().unbind()
-    affine, *_ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, ctx.eps)
+        scale = scale * numbers.from_tensor(weight)
+    factors = sums.reshape(2, channels) * (scale / -statistics.count)
+    slope, offset = numbers.to_tensor(factors[0], dtype), numbers.to_tensor(factors[1], dtype)
+    affine, *_ = torch.native_batch_norm(x, slope, offset, ctx.mean, ctx.var, False, 0.0, ctx.eps)
     _, shape = _all_but_channels(x)
-    return affine.addcmul_(grad, scale.to(grad.dtype).view(shape))
+    return affine.addcmul_(grad, numbers.to_tensor(scale, grad.dtype).view(shape))
 
 
 def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:
