@@ -42,7 +42,12 @@ inputs = torch.randn(120, 6, generator=torch.Generator().manual_seed(1))
 labels = inputs.sum(1).gt(0).long()
 """
 MODULE_LEVEL = """
-model = nn.Sequential(
+class Model(nn.Sequential):
+    def forward(self, x, y):
+        logits = super().forward(x)
+        return logits, nn.functional.cross_entropy(logits, y)
+
+model = Model(
     nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2)
 )
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -54,7 +59,7 @@ for epoch in range(8):
     total = 0
     for x, y in loader:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
+        logits, loss = model(x, y)
         loss.backward()
         optimizer.step()
         total += loss.item()
