@@ -142,19 +142,6 @@ def test_where_nothing_is_divided_nothing_is_measured() -> None:
     assert choice.is_for_one
 
 
-@pytest.mark.parametrize(("has_more_cores", "divided"), [(True, WHOLE_STEPS), (False, 1)])
-def test_ranks_stay_for_longer_where_another_model_may_be_divided(
-    has_more_cores: bool, divided: int
-) -> None:
-    choice = ProcessChoice(ranks=9, has_more_cores=has_more_cores)
-    steps(choice, divided)
-    assert not choice.is_due
-    steps(choice, 5 * WHOLE_STEPS, divided=False)
-    assert not choice.is_for_one
-    steps(choice, 5 * WHOLE_STEPS, divided=False)
-    assert choice.is_for_one
-
-
 def test_phases_hold_equally_many_evaluations() -> None:
     """A model that is computed whole, but for evaluations after each nine steps."""
     choice, seconds = ProcessChoice(), {Phase.SHARED: 1.0, Phase.WHOLE: 1.0, Phase.ALONE: 0.9}

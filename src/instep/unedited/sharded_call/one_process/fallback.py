@@ -19,11 +19,12 @@ from instep.process import settings
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.process_choice import (
+    WHOLE_STEPS,
     Phase,
     ProcessChoice,
 )
 
-_NOTHING_DIVIDED = "since nothing in its last {} steps pays to be divided"
+_NOTHING_DIVIDED = f"since nothing in its last {WHOLE_STEPS} steps pays to be divided"
 _TAKES_LESS = "which takes less time than all ranks do together"
 _AHEAD = "since it has made steps that the other ranks have not"
 _END, _CATCH_UP = "end", "catch up"
@@ -57,9 +58,8 @@ class Fallback:
 
     def __init__(self, threads: int, ranks: ScriptRanks) -> None:
         self._ranks, self._transport = ranks, get_transport()
-        before = torch.get_num_threads()
-        self._choice = ProcessChoice(self._transport.size, has_more_cores=threads > before)
-        self._threads, self._threads_before = threads, before
+        self._choice = ProcessChoice(self._transport.size)
+        self._threads, self._threads_before = threads, torch.get_num_threads()
         self._start = self._turn_start = 0.0
         self._divided_steps = step_counts.divided
         self._turn = ExitStack()
@@ -135,7 +135,7 @@ class Fallback:
             threads = self._threads
         self._cores = Cores.of_all(threads, self._transport)
         if choice.is_for_one:
-            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED.format(choice.whole_steps))
+            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED)
             return
         choice.finish_drain()
         self._begin_turn()

@@ -18,11 +18,6 @@ from statistics import median
 
 WHOLE_STEPS = 24
 """Where nothing was divided in so many steps, there is nothing to be measured."""
-_PATIENCE = 10
-"""Times as many where something was divided before, or where rank 0 alone would have no more cores
-than now: another model may follow."""
-_FEW_DIVIDED = 12
-"""Steps in which calls are divided to compare and time them."""
 FIRST_MEASURE = 16
 """Steps before the first measurement."""
 _MOST_RANKS = 8
@@ -70,15 +65,11 @@ class ProcessChoice:
     """The choice for one script. A step is what ends with a `backward()`."""
 
     ranks: int = 2
-    has_more_cores: bool = True
-    """Whether rank 0 alone would compute with more cores than it does now."""
     phase: Phase = Phase.SHARED
     is_for_one: bool = False
     """Whether rank 0 is to go on alone."""
     _steps: int = 0
     _last_divided: int = 0
-    _divided_steps: int = 0
-    """In which something was divided."""
     _last_trial: int = 0
     _trials: int = 0
     _next: int = FIRST_MEASURE
@@ -138,12 +129,6 @@ class ProcessChoice:
         """Whether a script seems to keep outputs of divided calls."""
         return self.drain_steps >= _MAX_DRAIN and self._last_divided > 0
 
-    @property
-    def whole_steps(self) -> int:
-        """After how many steps without a division rank 0 goes on alone."""
-        is_soon = self.has_more_cores and self._divided_steps <= _FEW_DIVIDED
-        return WHOLE_STEPS if is_soon else _PATIENCE * WHOLE_STEPS
-
     def add_call(self, *, has_grad: bool) -> None:
         """An outermost call begins, with gradients enabled or not."""
         self._calls[has_grad] += 1
@@ -154,7 +139,6 @@ class ProcessChoice:
 
     def add_divided(self) -> None:
         """A call was divided, or an optimizer's step."""
-        self._divided_steps += self._last_divided != self._steps
         self._last_divided = self._steps
 
     def add_step(self, trials: int) -> None:
@@ -165,7 +149,7 @@ class ProcessChoice:
             self._trials, self._last_trial, self._has_trial = trials, self._steps, True
         if self.is_warmed_up:
             self._calls.clear()
-        if not self.is_measuring and self._steps - self._last_divided >= self.whole_steps:
+        if not self.is_measuring and self._steps - self._last_divided >= WHOLE_STEPS:
             self.is_for_one = True
             self._begin_phase(Phase.WHOLE)
 
