@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
+from instep.distributed.communication.local_transport import LocalTransport
+from instep.distributed.communication.transport import use_transport
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
@@ -92,6 +94,8 @@ class MultiRankSession:
         """Join the other ranks and install everything. Collective. Raises LaunchError."""
         self._installed = False
         self._has_failed = False
+        self._alone = ExitStack()
+        """Of rank 0, once it goes on alone."""
         self._process = os.getpid()
         atexit.register(self.end)  # runs after what rendezvous and the script register
         self.world = _join()
@@ -196,6 +200,7 @@ class MultiRankSession:
         if self.world.rank != 0:
             self._end_now()
         self._stop_sharing()
+        self._alone.enter_context(use_transport(LocalTransport()))  # found without a look around
         patch_table.install_for_one_rank()
         loaders.stop_sharing()
         note_backward(is_summed=False)
