@@ -66,6 +66,13 @@ def test_a_package_holds_at_most_14_files(folder: Path) -> None:
     assert len([*folder.glob("*.py")]) <= 14
 
 
+def test_the_package_holds_python_only() -> None:
+    files = [
+        path for path in SRC.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert files == [SRC / "py.typed"]
+
+
 def test_no_file_is_longer_than_400_lines() -> None:
     assert [path for path in FILES if path.read_text().count("\n") > 400] == []
 

@@ -200,7 +200,8 @@ class MultiRankSession:
         if self.world.rank != 0:
             self._end_now()
         self._stop_sharing()
-        self._alone.enter_context(use_transport(LocalTransport()))  # found without a look around
+        # To look for one in the environment takes longer than many a batch to load.
+        self._alone.enter_context(use_transport(LocalTransport()))
         patch_table.install_for_one_rank()
         loaders.stop_sharing()
         note_backward(is_summed=False)
