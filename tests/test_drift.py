@@ -14,12 +14,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep.distributed.communication.transport import get_transport
 from instep.errors import DriftError, InstepWarning, NonFiniteGradError
 from instep.process.patching import Patch, PatchHandle
 from instep.training.batches import progress
 from instep.training.drift import ddp, non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_compared_step
+from instep.training.drift.rank0_values import take_rank0_values
 from pool import ranks, run, talking_over
 from sharded_training import sharding
 
@@ -382,6 +384,28 @@ def test_differences_of_rounding_are_a_warning_and_only_one():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other parameters, to which it spreads
         training.run(1)
+
+
+@ranks(3)
+def test_what_ranks_have_computed_by_themselves_becomes_that_of_rank_0():
+    training = Training(optimizer=torch.optim.Adam)
+    training.run(2)
+    model, state = training.model, training.optimizer.state[training.model[3].weight]
+    with torch.no_grad():
+        for tensor in (model[0].weight, model[1].running_mean, state["exp_avg"]):
+            tensor += instep.rank
+    take_rank0_values(get_transport())
+    training.run(2)
+    assert {*instep.all_gather_object(state["exp_avg"].sum().item())} == {
+        state["exp_avg"].sum().item()
+    }
+    if instep.rank == 1:
+        state["more"] = torch.ones(2)
+    with torch.no_grad():
+        model[0].weight += instep.rank
+    take_rank0_values(get_transport())
+    with pytest.raises(DriftError, match=r"parameter 0\.weight of ranks 1, 2 differ"):
+        training.run(4)
 
 
 @ranks(2)

@@ -80,6 +80,11 @@ def drift_check_of(
     return check
 
 
+def compared_models() -> list[nn.Module]:
+    """The models that the ranks compare."""
+    return list(_check_of)
+
+
 def _end_steps(optimizer: Optimizer) -> None:
     for check in list(_check_of.values()):
         check.end_step(optimizer)

@@ -44,6 +44,15 @@ def after_each_step(function: Callable[[Optimizer], None]) -> None:
     _after_steps[:] = [function]
 
 
+def stepped_optimizers() -> list[Optimizer]:
+    """Those that have stepped and still exist."""
+    known = {key: reference() for key, reference in _stepped.items()}
+    for key, optimizer in known.items():
+        if optimizer is None:
+            del _stepped[key]
+    return [optimizer for optimizer in known.values() if optimizer is not None]
+
+
 def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
     """The hyper-parameters of optimizers that have stepped on the parameters of these ids.
 
@@ -52,11 +61,7 @@ def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
     the later one's are here.
     """
     found: dict[str, _Value] = {}
-    for key, reference in list(_stepped.items()):
-        optimizer = reference()
-        if optimizer is None:
-            del _stepped[key]
-            continue
+    for optimizer in stepped_optimizers():
         for group in optimizer.param_groups:
             name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
             if name is None:
@@ -72,10 +77,8 @@ def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, tu
     optimizer has a parameter of those with these ids; by names that are the same on all ranks."""
     beside: dict[str, tuple[Tensor, bool]] = {}
     apart: dict[str, tuple[Tensor, bool]] = {}
-    for reference in list(_stepped.values()):
-        optimizer = reference()
-        groups = [] if optimizer is None else optimizer.param_groups
-        parameters = [each for group in groups for each in group["params"]]
+    for optimizer in stepped_optimizers():
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         is_beside = any(id(each) in ids for each in parameters)
         for index, parameter in enumerate(parameters):
             if id(parameter) not in known:

@@ -16,6 +16,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import on_all_ranks
 from instep.process import settings
+from instep.training.drift.rank0_values import take_rank0_values
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
 from instep.unedited.sharded_call.one_process.process_choice import (
@@ -171,6 +172,7 @@ class Fallback:
         seconds = transport.broadcast_object(seconds, 0)
         if transport.rank != 0:
             choice.finish_phase(seconds)
+        take_rank0_values(transport)
 
     def _is_far_ahead(self) -> bool:
         """Whether rank 0 might wait in vain for the others, one after the other, to catch up."""
