@@ -1,17 +1,21 @@
-"""Forwards under autocast, or with products of float32 in fewer bits, that take less from other
-rows than these round."""
+"""Calls that are compared in a higher precision: forwards under autocast, or with products of
+float32 in fewer bits, that take less from other rows than these round; and gradients of float32
+that another rounding changes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
 from instep.process.torch_private import fp32_precision, set_fp32_precision
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.full_precision import full_float32
@@ -95,6 +99,39 @@ def test_rows_of_their_own_are_divided(
 ) -> None:
     train(Shares(torch.zeros_like, turns_autocast_on), of_input)
     assert modules.call_counts.sharded > 0
+
+
+class RoundsGradients(torch.autograd.Function):
+    """Gradients as deep nets with batch normalisation over few numbers have them in float32, where
+    another shape rounds otherwise; here they are set apart by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        ctx.dtypes = dtypes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * (1 + (grad.dtype in ctx.dtypes) / len(grad)), None
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_whole"),
+    [((torch.float32,), False), ((torch.float32, torch.float64), True)],
+    ids=["rounding", "wrong in float64, too"],
+)
+@ranks(2)
+def test_gradients_that_are_another_roundings_in_float32_are_compared_in_float64(
+    dtypes: tuple[torch.dtype, ...], is_whole: bool
+) -> None:
+    model = Shares(lambda hidden: RoundsGradients.apply(hidden, dtypes))
+    model.register_buffer("scale", torch.ones(1))
+    tensors = [*model.parameters(), *model.buffers()]
+    said = train(model, Tensor.float, contextlib.nullcontext)
+    assert (modules.call_counts.sharded == 0) == is_whole
+    assert ("its gradients are not those" in said) == (is_whole and instep.rank == 0)
+    assert all(map(operator.is_, tensors, [*model.parameters(), *model.buffers()]))
+    assert {each.dtype for each in tensors} == {torch.float32} == {torch.get_default_dtype()}
 
 
 def rounded_by_shape(x: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ from instep.unedited.sharded_call.shards.shard_threads import next_sequence_numb
 NOTHING_RIGHT = (1, 0)
 """The progress of a sharded call whose first output is not that of the whole one."""
 
+ONLY_GRADIENTS_DIFFER = (3, 0)
+
 
 class CallComparison:
     """A call, made whole once, and then sharded until it is the same or no reason is left why it
@@ -209,7 +211,7 @@ class CallComparison:
         self.progress = (2, 0)
         if why:
             raise ShardedCallError(why)
-        self.progress = (3, 0)
+        self.progress = ONLY_GRADIENTS_DIFFER
         generators = tuple(reference.before.graph.generators)
         is_random = reference.is_random or bool(generators)  # its own may begin to draw later
         plan = ShardingPlan(

@@ -11,8 +11,15 @@ from typing import Any
 
 from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private import allow_repeated_backward
-from instep.unedited.sharded_call.compare.call_comparison import NOTHING_RIGHT, CallComparison
-from instep.unedited.sharded_call.compare.full_precision import compare_in_full_precision
+from instep.unedited.sharded_call.compare.call_comparison import (
+    NOTHING_RIGHT,
+    ONLY_GRADIENTS_DIFFER,
+    CallComparison,
+)
+from instep.unedited.sharded_call.compare.full_precision import (
+    compare_in_float64,
+    compare_in_full_precision,
+)
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -121,16 +128,21 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
 def _try(
     comparison: CallComparison, division: Division, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
-    """As `CallComparison.try_division`, first in full precision where the call's own is lower.
-
-    Collective.
+    """As `CallComparison.try_division`, first in full precision where the call's own is lower, and
+    in float64 where nothing but gradients differ. Collective.
     """
     plan, why = compare_in_full_precision(comparison, division, group)
     if why:
         return None, why
     if plan is not None:
         comparison.accept_rounding(plan)
-    return comparison.try_division(division)
+    found, why = comparison.try_division(division)
+    if found is None and plan is None and comparison.progress == ONLY_GRADIENTS_DIFFER:
+        plan = compare_in_float64(comparison, division, group)
+        if plan is not None:
+            comparison.accept_rounding(plan)
+            found, why = comparison.try_division(division)
+    return found, why
 
 
 def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason | None:

@@ -1,12 +1,13 @@
-"""A call under autocast or with TF32, compared without these.
+"""A call compared in a higher precision than its own.
 
-What they round is as large as what a row may get from the others: a hundredth of their mean, say.
-In the precision of the parameters it is not.
+Under autocast or with TF32 it is in that of the parameters. What these round is as large as what a
+row may get from the others: a hundredth of their mean, say. And where gradients in float32 are
+another rounding's (those of deep nets whose batch normalisation sees few numbers), in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from typing import Any
@@ -62,10 +63,70 @@ def compare_in_full_precision(
     return None if found is None else found[0], why
 
 
+def compare_in_float64(
+    comparison: CallComparison, division: Division, group: ShardGroup
+) -> ShardingPlan | None:
+    """A plan by which a call that computes in float32 is the same, gradients included, if it
+    computes in float64; None if there is none. All is as the whole forward left it. Collective.
+    """
+    call, reference = comparison.call, comparison.reference
+    if is_compiled(call.parts) or _is_in_lower_precision(call):
+        return None
+    reference.before.restore()
+    with observed(is_silent=True), _parameters_in_float64(call.parts):
+        in_float64 = _run_whole_in_float64(call, group)
+        found = None
+        if not on_any_rank(in_float64 is None, group.transport):
+            assert in_float64 is not None
+            in_float64.sums, in_float64.known_outputs = comparison.sums, comparison.known_outputs
+            found, _ = in_float64.try_division(division)
+    reference.after.restore()
+    return None if found is None else found[0]
+
+
+def _run_whole_in_float64(call: BoundCall, group: ShardGroup) -> CallComparison | None:
+    """None for a forward that cannot be run so."""
+    with suppress(Exception):
+        comparison = CallComparison(_converted(call, (torch.float32,), torch.float64), group)
+        comparison.reference.compute_gradients()
+        return comparison
+    return None
+
+
+@contextmanager
+def _parameters_in_float64(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, copies in float64 stand in for the parameters and buffers of float32 in the tables
+    of these modules, and new tensors are of float64."""
+    tables: list[dict[str, Any]] = [
+        table for part in parts for table in (part._parameters, part._buffers)
+    ]
+    saved = [dict(table) for table in tables]
+    copies: dict[int, Tensor] = {}
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or tensor.dtype != torch.float32:
+                    continue
+                if id(tensor) not in copies:
+                    copy = tensor.detach().double()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[id(tensor)] = (
+                        nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                    )
+                table[name] = copies[id(tensor)]
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for table, kept in zip(tables, saved, strict=True):
+            table.update(kept)
+
+
 def _run_whole_in_float32(call: BoundCall, group: ShardGroup) -> CallComparison | None:
     """None for a forward that cannot be run so."""
     with suppress(Exception), _refused_autocast():
-        comparison = CallComparison(_with_float32(call), group)
+        comparison = CallComparison(_converted(call, _HALF, torch.float32), group)
         comparison.reference.compute_gradients()
         return None if _is_in_lower_precision(call) else comparison
     return None
@@ -116,15 +177,15 @@ def full_float32() -> Iterator[None]:
                 set_fp32_precision(*key, changed[key])
 
 
-def _with_float32(call: BoundCall) -> BoundCall:
-    """The same call with copies of its arguments of half precision."""
+def _converted(call: BoundCall, dtypes: Container[torch.dtype], to: torch.dtype) -> BoundCall:
+    """The same call with copies of its arguments of these dtypes."""
     copies: dict[int, Tensor] = {}
 
     def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype not in _HALF:
+        if not isinstance(leaf, Tensor) or leaf.dtype not in dtypes:
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().float().requires_grad_(leaf.requires_grad)
+            copies[id(leaf)] = leaf.detach().to(to).requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
     return call.with_leaves([convert(leaf) for leaf in call.leaves])
