@@ -273,6 +273,20 @@ torch.set_default_dtype(torch.float64)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 loader = DataLoader(Rows(), batch_size=16, shuffle=True, num_workers=workers)
+
+class Step(nn.Module):
+    "Trains in its forward."
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self, batch):
+        optimizer.zero_grad()
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+step = Step() if workers else Step().forward
 pool = multiprocessing.get_context("fork").Pool(1)
 atexit.register(print, "at exit")
 temporary = tempfile.TemporaryDirectory(dir=os.environ["TMPDIR"])
@@ -281,10 +295,7 @@ print("read", sys.stdin.readline())
 with open(f"{folder}/log", "w") as log:
     for epoch in range(3):
         for batch in loader:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
+            loss = step(batch)
         print(epoch, round(loss.item(), 12), file=log, flush=True)
         if epoch == 1:
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -54,18 +54,30 @@ def module_call(original: Function) -> Function:
             or is_rank_local()  # a sample that only this rank loads, or a loader's worker
         ):
             return original(module, *args, **kwargs)
-        if (fallback := current_fallback()) is not None and not call_state.whole_depth:
-            if fallback.is_measuring:
-                fallback.add_call()
-            if fallback.computes_whole:
-                call_counts.whole += 1
-                with call_state.calling():
-                    return original(module, *args, **kwargs)
-        if (known := whole_calls.find(module, args, kwargs)) is not None:
-            return _run_known_whole(known, original, module, args, kwargs)
-        return _call_unknown(original, module, args, kwargs)
+        fallback = None if call_state.whole_depth else current_fallback()
+        if fallback is None:
+            return _call(original, module, args, kwargs)
+        if fallback.is_measuring:
+            fallback.add_call()
+        if fallback.computes_whole:
+            call_counts.whole += 1
+            with call_state.calling():
+                output = original(module, *args, **kwargs)
+        else:
+            output = _call(original, module, args, kwargs)
+        if fallback.ends_in_call:
+            fallback.end_backward(decision_counts.trials)
+        return output
 
     return call_module
+
+
+def _call(
+    original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if (known := whole_calls.find(module, args, kwargs)) is not None:
+        return _run_known_whole(known, original, module, args, kwargs)
+    return _call_unknown(original, module, args, kwargs)
 
 
 def _call_unknown(

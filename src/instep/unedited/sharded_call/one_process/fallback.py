@@ -68,6 +68,9 @@ class Fallback:
         self._cores: Cores | None = None
         self._is_waiting = False
         self._process = os.getpid()
+        self.ends_in_call = False
+        """Whether a `backward()` has ended in the outermost call under way, which is a step then:
+        see `end_backward`."""
 
     @property
     def computes_whole(self) -> bool:
@@ -88,9 +91,11 @@ class Fallback:
         self._choice.add_divided()
 
     def end_backward(self, trials: int) -> None:
-        """A `backward()` of the script has ended, in its main thread; `trials`: the calls that were
-        compared or timed so far. Collective where something is due."""
+        """A `backward()` of the script has ended, in its main thread, or the outermost call in
+        which some did; `trials`: the calls that were compared or timed so far. Collective where
+        something is due."""
         choice = self._choice
+        self.ends_in_call = False
         if step_counts.divided != self._divided_steps:
             self._divided_steps = step_counts.divided
             choice.add_divided()

@@ -64,8 +64,11 @@ def backward(
         original(tensors, *rest)
         return
     _run(partial(original, tensors, *rest), roots, create_graph, inputs)
-    fallback = None if call_state.inside or call_state.whole_depth else current_fallback()
-    if fallback is not None:
+    if (fallback := current_fallback()) is None:
+        return
+    if call_state.inside or call_state.whole_depth:
+        fallback.ends_in_call = True
+    else:
         fallback.end_backward(decision_counts.trials)
 
 
