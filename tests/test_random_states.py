@@ -1,0 +1,60 @@
+"""The states of the global generators: what was drawn between two of them is seen."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from instep.training.random_streams import RNGStates
+
+CHANGES: list[Callable[[], object]] = [
+    lambda: None,
+    np.random.random,
+    np.random.standard_normal,  # the second of two uses up the number that waits since the first
+    lambda: np.random.seed(3),
+    random.random,
+    lambda: torch.rand(1),
+]
+
+
+def states() -> tuple[bytes, object, str]:
+    numpy = np.random.get_state(legacy=False)
+    key = {"key": numpy["state"]["key"].tobytes()} if "key" in numpy["state"] else {}
+    others = repr({**numpy, "state": {**numpy["state"], **key}})
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), others
+
+
+@contextmanager
+def own_generators() -> Iterator[None]:
+    generator, before = np.random.get_bit_generator(), RNGStates.capture()
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(generator)
+        before.restore()
+
+
+def check(change: Callable[[], object], *, restores: bool) -> None:
+    before, expected = RNGStates.capture(), states()
+    change()
+    assert before.equals(RNGStates.capture()) == (states() == expected)
+    if restores:
+        before.restore()
+        assert states() == expected
+        assert before.equals(RNGStates.capture())
+
+
+@pytest.mark.parametrize("is_twister", [True, False])
+@pytest.mark.parametrize("restores", [True, False])
+def test_draws_are_seen_and_undone(is_twister: bool, restores: bool) -> None:
+    with own_generators():
+        if not is_twister:
+            np.random.set_bit_generator(np.random.PCG64(3))
+        for changes in product(CHANGES, repeat=2):
+            for change in changes:
+                check(change, restores=restores)
+            np.random.standard_normal()  # so that a number waits in every second turn
