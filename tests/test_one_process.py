@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -211,8 +212,12 @@ class Two(LocalTransport):
     [(600, ["catch up"]), (0, ["end", "since it has made steps that the other ranks have not"])],
 )
 def test_rank_0_goes_on_where_the_others_would_catch_up_too_late(
-    monkeypatch: pytest.MonkeyPatch, timeout: int, said: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    timeout: int,
+    said: list[str],
 ) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(settings, "timeout", lambda: timedelta(seconds=timeout))
     ranks = Ranks()
     with use_transport(Two()):
@@ -221,14 +226,16 @@ def test_rank_0_goes_on_where_the_others_would_catch_up_too_late(
         steps(fallback._choice, 12)
         fallback._choice.finish_phase(1.0)
         fallback._choice.finish_drain()
-        fallback._cores = Cores(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
+        fallback._cores = Cores(2, frozenset(os.sched_getaffinity(0)))
         fallback._begin_turn()
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: -1)
             assert fallback.may_interrupt()
         assert not ranks.said
+        torch.set_num_threads(3)  # as the script may
         fallback._end_turn()
     assert ranks.said == said
+    assert torch.get_num_threads() == 3
 
 
 def test_a_thread_goes_on_with_whole_batches_of_a_pass_that_a_rank_has_begun_alone() -> None:

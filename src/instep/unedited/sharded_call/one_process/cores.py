@@ -40,13 +40,17 @@ class Cores:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use them inside."""
+        """Use them inside. What the script sets meanwhile, it keeps."""
         own = Cores(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
         self.apply()
+        given = os.sched_getaffinity(0)
         try:
             yield
         finally:
-            own.apply()
+            if torch.get_num_threads() == self.threads:
+                torch.set_num_threads(own.threads)
+            if os.sched_getaffinity(0) == given:
+                os.sched_setaffinity(0, own.cpus)
 
 
 def can_use_one_process(world: World) -> bool:

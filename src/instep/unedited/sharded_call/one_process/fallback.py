@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -136,12 +137,9 @@ class Fallback:
             return
         if self._on_any_rank(self._ranks.has_outputs() or self._ranks.is_loading_shared()):
             return
-        threads = torch.get_num_threads()
-        if threads == self._threads_before:  # the script has not set it
-            threads = self._threads
-        self._cores = Cores.of_all(threads, self._transport)
+        self._cores = Cores.of_all(self._threads, self._transport)
         if choice.is_for_one:
-            self._ranks.leave_to_rank0(self._cores, _NOTHING_DIVIDED)
+            self._ranks.leave_to_rank0(self._cores_alone(), _NOTHING_DIVIDED)
             return
         choice.finish_drain()
         self._begin_turn()
@@ -155,11 +153,10 @@ class Fallback:
         self._is_waiting = False
         if transport.rank > 1:
             transport.recv_object(transport.rank - 1)
-        assert self._cores is not None
         self._turn_start = perf_counter()
         self._turn.enter_context(use_transport(LocalTransport()))
         self._turn.enter_context(pausing_steps())
-        self._turn.enter_context(self._cores.applied())
+        self._turn.enter_context(self._cores_alone().applied())
 
     def _end_turn(self) -> None:
         """This rank has made its steps alone. Collective, unless rank 0 goes on so."""
@@ -187,8 +184,14 @@ class Fallback:
     def _leave(self, why: str) -> None:
         if self._transport.rank == 0:
             self._ranks.tell(lambda: _END)
+        self._ranks.leave_to_rank0(self._cores_alone(), why)
+
+    def _cores_alone(self) -> Cores:
+        """Those of all ranks, with the number of threads that the script has set, if it has."""
         assert self._cores is not None
-        self._ranks.leave_to_rank0(self._cores, why)
+        threads = torch.get_num_threads()
+        is_set = threads != self._threads_before
+        return replace(self._cores, threads=threads) if is_set else self._cores
 
     def _on_any_rank(self, condition: bool) -> bool:
         return not on_all_ranks(not condition, self._transport)
