@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -150,6 +151,22 @@ class _Original:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.value)
+
+
+@contextmanager
+def replaced(*attributes: tuple[object, str, object]) -> Iterator[None]:
+    """Inside, attributes have other values. For each: the owner, the name and the value."""
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, kept in before:
+            if kept is _ABSENT:  # it was inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, kept)
 
 
 def _wrap(original: Function, patch: Patch) -> Function:

@@ -9,20 +9,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from instep.process.patching import Function
+from instep.process.patching import Function, replaced
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
+_OF_GRADIENTS = ("register_hook", "retain_grad")
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
 
@@ -98,10 +99,8 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
     global _current
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
-    with ExitStack() as stack:
-        stack.enter_context(watched_writes(effects.drops))
-        for name in ("register_hook", "retain_grad"):
-            stack.enter_context(_observed_method(name, effects))
+    methods = [(Tensor, name, _noting_method(name, effects)) for name in _OF_GRADIENTS]
+    with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
         try:
             yield effects
@@ -109,8 +108,9 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
             _current = before
 
 
-@contextmanager
-def watched_writes(drops: Callable[[Function, Any, bool], bool]) -> Iterator[None]:
+def watched_writes(
+    drops: Callable[[Function, Any, bool], bool],
+) -> AbstractContextManager[None]:
     """Inside, a standard stream calls `drops(write, text, is_warning)` before it writes a text, and
     drops the text if that is so.
 
@@ -124,30 +124,19 @@ def watched_writes(drops: Callable[[Function, Any, bool], bool]) -> Iterator[Non
 
         return ask
 
-    with replaced_in_streams("write", asking):
-        yield
+    return replaced_in_streams("write", asking)
 
 
-@contextmanager
-def replaced_in_streams(name: str, make: Callable[[Function], Function]) -> Iterator[None]:
+def replaced_in_streams(
+    name: str, make: Callable[[Function], Function]
+) -> AbstractContextManager[None]:
     """Inside, `make(method)` stands in for the method of this name of the standard streams."""
     given = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     streams = {id(s): s for s in given if hasattr(s, name) and hasattr(s, "__dict__")}.values()
-    before = [vars(stream).get(name) for stream in streams]
-    for stream in streams:
-        setattr(stream, name, make(getattr(stream, name)))
-    try:
-        yield
-    finally:
-        for stream, method in zip(streams, before, strict=True):
-            if method is None:
-                delattr(stream, name)
-            else:
-                setattr(stream, name, method)
+    return replaced(*((stream, name, make(getattr(stream, name))) for stream in streams))
 
 
-@contextmanager
-def _observed_method(name: str, effects: SideEffects) -> Iterator[None]:
+def _noting_method(name: str, effects: SideEffects) -> Function:
     """Of a tensor: what it keeps of a gradient would be that of a part of the rows."""
     method: Any = getattr(Tensor, name)
     effect = WholeReason(f"its forward looks at the gradient of a tensor ({name})")
@@ -157,15 +146,7 @@ def _observed_method(name: str, effects: SideEffects) -> Iterator[None]:
             effects.note(effect)
         return method(tensor, *args, **kwargs)
 
-    before = Tensor.__dict__.get(name)
-    setattr(Tensor, name, noting)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(Tensor, name)
-        else:
-            setattr(Tensor, name, before)
+    return noting
 
 
 @cache  # a hook cannot be removed

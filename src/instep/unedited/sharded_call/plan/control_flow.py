@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from instep.process import PACKAGE_FOLDER, is_stdlib
+from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
@@ -55,22 +56,16 @@ class ControlFlow:
         global _current
         trace, before = ForwardTrace(self._codes, self._readings), sys.gettrace()
         outer, _current = _current, trace
-        methods = {name: Tensor.__dict__.get(name) for name in _READING}
-        for name in _READING:
-            setattr(Tensor, name, _noting(getattr(Tensor, name), trace))
-        if before is None:
-            sys.settrace(trace.enter)
-        try:
-            yield trace
-        finally:
-            trace.is_over, _current = True, outer
-            if sys.gettrace() == trace.enter:
-                sys.settrace(None)
-            for name, method in methods.items():
-                if method is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, method)
+        methods = [(Tensor, name, _noting(getattr(Tensor, name), trace)) for name in _READING]
+        with replaced(*methods):
+            if before is None:
+                sys.settrace(trace.enter)
+            try:
+                yield trace
+            finally:
+                trace.is_over, _current = True, outer
+                if sys.gettrace() == trace.enter:
+                    sys.settrace(None)
 
 
 class ForwardTrace:

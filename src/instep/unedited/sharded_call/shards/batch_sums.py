@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.process.patching import Function
+from instep.process.patching import Function, replaced
 
 Place = tuple[str, int, int]
 """Where a sum stands: the file, the first line of its function, and the instruction."""
@@ -25,32 +25,19 @@ Answer = Callable[[Place, Function, Tensor, tuple[Any, ...], dict[str, Any]], An
 """What is called in place of a sum or a mean: with its place, the function, the tensor and what
 else it was given."""
 
-_PLACES: tuple[tuple[Any, str], ...] = (
-    (torch, "sum"),
-    (torch, "mean"),
-    (Tensor, "sum"),
-    (Tensor, "mean"),
-)
+_PLACES = tuple((owner, name) for owner in (torch, Tensor) for name in ("sum", "mean"))
 _HALF = (torch.float16, torch.bfloat16)
 _LIBRARIES = frozenset(("torch", "instep"))
 
 
-@contextmanager
-def replaced_sums(answer: Answer) -> Iterator[None]:
+def replaced_sums(answer: Answer) -> AbstractContextManager[None]:
     """Inside, on this thread, `answer` gets the sums and means of functions that are neither
     torch's own nor instep's."""
     thread = threading.get_ident()
-    before = [vars(owner).get(name) for owner, name in _PLACES]
-    for owner, name in _PLACES:
-        setattr(owner, name, _replacement(getattr(owner, name), answer, thread))
-    try:
-        yield
-    finally:
-        for (owner, name), kept in zip(_PLACES, before, strict=True):
-            if kept is None:  # it is inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, kept)
+    functions = (
+        (owner, name, _replacement(getattr(owner, name), answer, thread)) for owner, name in _PLACES
+    )
+    return replaced(*functions)
 
 
 def _replacement(original: Function, answer: Answer, thread: int) -> Function:
@@ -78,11 +65,9 @@ class SumLengths:
     def __init__(self) -> None:
         self.found: dict[Place, set[int]] = {}
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self) -> AbstractContextManager[None]:
         """Inside, they are noted."""
-        with replaced_sums(self._answer):
-            yield
+        return replaced_sums(self._answer)
 
     def _answer(
         self,
