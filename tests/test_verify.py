@@ -448,7 +448,7 @@ def test_names_come_from_the_modules_that_are_called():
     optimizer = torch.optim.SGD(
         [*first.parameters(), *second.parameters(), nn.Parameter(torch.ones(1))]
     )
-    assert [name for name, _ in names.parameters(optimizer, 0)] == [
+    assert [name for name, _ in names.parameters(optimizer)] == [
         *("weight", "bias", "Linear.weight", "Linear.bias"),
         "optimizer0.group0.4",
     ]
@@ -872,10 +872,10 @@ while True:
 
 
 def test_the_exit_code_is_0_for_the_same_and_1_for_different(tmp_path, capsys):
-    assert run_and_report([TRAIN], [2], 2, None, None, Forked()) == 0
+    assert run_and_report([TRAIN], [2], Forked(), 2) == 0
     assert capsys.readouterr().out.endswith("\nSAME\n")
     picture, report = tmp_path / "curves.png", tmp_path / "report.json"
-    assert run_and_report([TRAIN, "not_sharded"], [2], 2, str(report), str(picture), Forked()) == 1
+    assert run_and_report([TRAIN, "not_sharded"], [2], Forked(), 2, str(report), str(picture)) == 1
     assert "likely cause: a batch that was not split" in capsys.readouterr().out
     assert json.loads(report.read_text())["first_divergence"]["step"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -50,7 +50,6 @@ class BitRecorder:
         self._stop, self._writer = plan.stop, RecordWriter(folder, rank)
         self._names = TensorNames()
         self._module_names: dict[int, str] = {}
-        self._optimizers: list[Optimizer] = []
         self._depth = self._steps = 0
         self._of_shards: dict[int, Digests] = defaultdict(list)
         self._of_all: Digests = []
@@ -105,15 +104,16 @@ class BitRecorder:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._steps == self._stop:
             raise SystemExit
-        for name, parameter in self._parameters(optimizer):
+        for name, parameter in self._names.parameters(optimizer):
             if parameter.grad is not None:
                 self._of_all.append((f"the gradient of {name}", digest([parameter.grad])))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        trained = [(each, *pair) for each in self._optimizers for pair in self._parameters(each)]
+        names = self._names
+        trained = [(each, *pair) for each in names.optimizers for pair in names.parameters(each)]
         new = [
             *((f"the parameter {name}", [p]) for _, name, p in trained),
-            *((f"the buffer {name}", [b]) for name, b in self._names.buffers().items()),
+            *((f"the buffer {name}", [b]) for name, b in names.buffers().items()),
             *(
                 (f"the optimizer's {key} of {name}", find_tensors(value))
                 for each, name, p in trained
@@ -130,12 +130,6 @@ class BitRecorder:
         self._steps += 1
         if self._steps == self._stop:
             raise SystemExit
-
-    def _parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        which = next(k for k, known in enumerate(self._optimizers) if known is optimizer)
-        return self._names.parameters(optimizer, which)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

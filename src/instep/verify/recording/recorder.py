@@ -46,7 +46,6 @@ class Recorder:
         self._loaders = changes.IndexRecorder(plan.reverse)
         self._step = 0
         self._depth = 0
-        self._optimizers: list[Optimizer] = []
         self._trained: dict[str, Tensor] = {}
         self._initial: dict[str, Tensor] = {}
         self._losses: list[tuple[float, float | None]] = []
@@ -145,7 +144,7 @@ class Recorder:
     # ------------------------------------------------------------------ what it does then
 
     def _record_step(self, optimizer: Optimizer) -> None:
-        parameters = self._parameters(optimizer)
+        parameters = dict(self._names.parameters(optimizer))
         self._trained |= parameters
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         used = sorted(self._used, key=lambda call: call.row_hashes)
@@ -176,7 +175,8 @@ class Recorder:
             changes.perturb(parameters, self._plan.rounding)
 
     def _apply_plan(self, optimizer: Optimizer) -> None:
-        parameters, buffers = self._parameters(optimizer), self._names.buffers()
+        parameters = dict(self._names.parameters(optimizer))
+        buffers = self._names.buffers()
         following = self._step + 1
         if self._plan.states and following in self._plan.keep:
             state = changes.copy_state(optimizer, parameters, buffers)
@@ -185,12 +185,6 @@ class Recorder:
             changes.load_state(Path(self._plan.pin), following, optimizer, parameters, buffers)
             if self._plan.rounding and following in self._plan.keep:
                 changes.perturb(parameters.values(), self._plan.rounding + following)
-
-    def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        which = next(k for k, known in enumerate(self._optimizers) if known is optimizer)
-        return dict(self._names.parameters(optimizer, which))
 
 
 def _records_whole_batches() -> bool:

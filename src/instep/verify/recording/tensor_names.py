@@ -16,6 +16,8 @@ class TensorNames:
     def __init__(self) -> None:
         self._of_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: dict[str, nn.Module] = {}
+        self.optimizers: list[Optimizer] = []
+        """Those of which parameters were asked for."""
 
     def register(self, module: nn.Module) -> list[Tensor]:
         """Register a module that the script itself called; returns its new parameters.
@@ -48,8 +50,11 @@ class TensorNames:
             for name, buffer in module.named_buffers()
         }
 
-    def parameters(self, optimizer: Optimizer, which: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of `optimizer`, the script's `which`-th one, with their names."""
+    def parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of `optimizer`, with their names."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        which = next(k for k, known in enumerate(self.optimizers) if known is optimizer)
         for g, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
                 known = self._of_parameter.get(parameter)
