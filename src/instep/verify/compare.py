@@ -81,9 +81,9 @@ def compare_gradients(
     rounding: dict[str, float] = {}
     for other in rounded:
         for k in _common_steps(reference, other):
+            apart = _distances(reference.gradients[k], other.gradients[k])
             for name in other.gradients[k]:
-                apart = _tensor_distance(reference.gradients[k], other.gradients[k], name)
-                rounding[name] = max(apart, rounding.get(name, 0.0))
+                rounding[name] = max(apart[name], rounding.get(name, 0.0))
     return [
         _compare_step(k, reference.gradients[k], run.gradients[k], rounding)
         for k in _common_steps(reference, run)
@@ -97,7 +97,7 @@ def _common_steps(a: RunRecord, b: RunRecord) -> list[int]:
 def _compare_step(
     step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float]
 ) -> GradientDifference:
-    apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
+    apart = _distances(ours, theirs)
     own = {name: norm({name: tensor}) for name, tensor in ours.items()}
     total, whole = norm(ours), math.hypot(*apart.values())
     product = sum(
@@ -123,15 +123,6 @@ def _is_far_off(
     if not rounding.get(name):
         return False
     return apart[name] > max(_OF_ONE_TENSOR * own.get(name, 0.0), _OF_ITS_NOISE * rounding[name])
-
-
-def _tensor_distance(ours: Tensors, theirs: Tensors, name: str) -> float:
-    """The distance of one tensor; a missing one counts as zeros."""
-    return distance(_only(name, ours), _only(name, theirs))
-
-
-def _only(name: str, tensors: Tensors) -> Tensors:
-    return {name: tensors[name]} if name in tensors else {}
 
 
 # --------------------------------------------------------------------------------- curves
@@ -191,24 +182,24 @@ def norm(tensors: Tensors) -> float:
 
 def distance(ours: Tensors, theirs: Tensors) -> float:
     """The norm of the difference; infinite if integers, shapes or NaNs differ."""
-    total = 0.0
-    for name in {**ours, **theirs}:
-        a = ours.get(name)
-        b = theirs.get(name)
-        if a is None or b is None:
-            only = a if a is not None else b
-            assert only is not None
-            total = math.hypot(total, norm({name: only}))
-        else:
-            total = math.hypot(total, _distance_between(a, b))
-    return math.inf if math.isnan(total) else total
+    return math.hypot(*_distances(ours, theirs).values())
+
+
+def _distances(ours: Tensors, theirs: Tensors) -> dict[str, float]:
+    """That of each tensor; a missing one counts as zeros."""
+    found = {}
+    for name, one in {**ours, **theirs}.items():
+        is_in_both = name in ours and name in theirs
+        apart = _distance_between(ours[name], theirs[name]) if is_in_both else norm({name: one})
+        found[name] = math.inf if math.isnan(apart) else apart
+    return found
 
 
 def find_max_difference(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
     """The tensor that differs most, and its relative difference."""
-    apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
+    apart = _distances(ours, theirs)
     name = max(apart, key=lambda name: apart[name], default="")
-    return name, ratio(apart.get(name, 0.0), norm(_only(name, ours)))
+    return name, ratio(apart.get(name, 0.0), norm({name: ours[name]} if name in ours else {}))
 
 
 def _distance_between(a: Tensor, b: Tensor) -> float:

@@ -95,7 +95,7 @@ class Divergence:
 def find_divergence(e: Evidence) -> Divergence | None:
     """The earliest difference that cannot be rounding, if any."""
     order = (_start, _samples, _learning_rates, _gradient, _between_ranks, _steps)
-    found = [divergence for check in order for divergence in _first(check(e))]
+    found = [first for check in order if (first := next(check(e), None)) is not None]
     return min(found, key=lambda divergence: divergence.step, default=None)
 
 
@@ -117,10 +117,6 @@ def find_first_difference(e: Evidence, loss_limit: float, moved_limit: float) ->
         if apart > 0:
             return Divergence(e.n, e.steps, what, tensor, apart)
     raise AssertionError("nothing has drifted")
-
-
-def _first(found: Iterator[Divergence]) -> list[Divergence]:
-    return [divergence for divergence in [next(found, None)] if divergence is not None]
 
 
 def _start(e: Evidence) -> Iterator[Divergence]:
