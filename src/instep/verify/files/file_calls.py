@@ -42,65 +42,50 @@ class _CallKind:
 
 _AT, _PLAIN = ((0, 1),), ((None, 0),)
 _OPENS, _OPENS_AT = _CallKind(_PLAIN, 1, follows=True), _CallKind(_AT, 2, follows=True)
-_OPENS_HOW = _CallKind(_AT, follows=True)
 _FOLLOWS, _FOLLOWS_AT = _CallKind(_PLAIN, follows=True), _CallKind(_AT, follows=True)
 _NAMES, _NAMES_AT = _CallKind(_PLAIN), _CallKind(_AT)
-_MOVES, _MOVES_AT = (
-    _CallKind(((None, 0), (None, 1)), moves=True),
-    _CallKind(((0, 1), (2, 3)), moves=True),
-)
-_LINKS, _LINKS_AT = _CallKind(((None, 0), (None, 1))), _CallKind(((0, 1), (2, 3)))
+_TWO, _TWO_AT = ((None, 0), (None, 1)), ((0, 1), (2, 3))
+_MOVES, _MOVES_AT = _CallKind(_TWO, moves=True), _CallKind(_TWO_AT, moves=True)
+_LINKS, _LINKS_AT = _CallKind(_TWO), _CallKind(_TWO_AT)
+_SYMLINKS, _SYMLINKS_AT = _CallKind(((None, 1),)), _CallKind(((1, 2),))
+
+
+def _by_number(*rows: tuple[_CallKind, Sequence[int]]) -> dict[int, _CallKind]:
+    return {number: kind for kind, numbers in rows for number in numbers}
+
 
 _CALLS: dict[str, tuple[int, int, dict[int, _CallKind]]] = {
     # The machine: AUDIT_ARCH, the number of seccomp, and the calls.
     "x86_64": (
         0xC000003E,
         317,
-        {
-            2: _OPENS,
-            257: _OPENS_AT,
-            437: _OPENS_HOW,
-            85: _FOLLOWS,
-            76: _FOLLOWS,
-            90: _FOLLOWS,
-            92: _FOLLOWS,  # truncate, chmod, chown
-            268: _FOLLOWS_AT,
-            452: _FOLLOWS_AT,
-            260: _FOLLOWS_AT,  # fchmodat, fchownat
-            83: _NAMES,
-            84: _NAMES,
-            87: _NAMES,
-            133: _NAMES,  # mkdir, rmdir, unlink, mknod
-            258: _NAMES_AT,
-            263: _NAMES_AT,
-            259: _NAMES_AT,
-            82: _MOVES,
-            264: _MOVES_AT,
-            316: _MOVES_AT,
-            86: _LINKS,
-            265: _LINKS_AT,
-            88: _CallKind(((None, 1),)),
-            266: _CallKind(((1, 2),)),  # symlink
-        },
+        _by_number(
+            (_OPENS, [2]),  # open
+            (_OPENS_AT, [257]),  # openat
+            (_FOLLOWS, [85, 76, 90, 92]),  # creat, truncate, chmod, chown
+            (_FOLLOWS_AT, [437, 268, 452, 260]),  # openat2, fchmodat, fchmodat2, fchownat
+            (_NAMES, [83, 84, 87, 133]),  # mkdir, rmdir, unlink, mknod
+            (_NAMES_AT, [258, 263, 259]),  # mkdirat, unlinkat, mknodat
+            (_MOVES, [82]),  # rename
+            (_MOVES_AT, [264, 316]),  # renameat, renameat2
+            (_LINKS, [86]),  # link
+            (_LINKS_AT, [265]),  # linkat
+            (_SYMLINKS, [88]),  # symlink
+            (_SYMLINKS_AT, [266]),  # symlinkat
+        ),
     ),
     "aarch64": (
         0xC00000B7,
         277,
-        {
-            56: _OPENS_AT,
-            437: _OPENS_HOW,
-            45: _FOLLOWS,
-            53: _FOLLOWS_AT,
-            452: _FOLLOWS_AT,
-            54: _FOLLOWS_AT,
-            34: _NAMES_AT,
-            35: _NAMES_AT,
-            33: _NAMES_AT,
-            38: _MOVES_AT,
-            276: _MOVES_AT,
-            37: _LINKS_AT,
-            36: _CallKind(((1, 2),)),
-        },
+        _by_number(
+            (_OPENS_AT, [56]),
+            (_FOLLOWS, [45]),
+            (_FOLLOWS_AT, [437, 53, 452, 54]),
+            (_NAMES_AT, [34, 35, 33]),
+            (_MOVES_AT, [38, 276]),
+            (_LINKS_AT, [37]),
+            (_SYMLINKS_AT, [36]),
+        ),
     ),
 }
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep.errors import VerificationError
-from instep.unedited.files.layers import copy
+from instep.unedited.files.layers import copy, is_directory
 from instep.unedited.files.paths import private_directories
 
 Identity = tuple[int, ...]
@@ -64,7 +64,7 @@ class FileCopies:
         """Keep what is at both paths and below them. Raises OSError as `keep` does."""
         self.keep(source)
         self.keep(target)
-        if os.path.isdir(source) and not os.path.islink(source):
+        if is_directory(source):
             for name in os.listdir(source):
                 self.keep_rename(os.path.join(source, name), os.path.join(target, name))
 
@@ -76,7 +76,7 @@ class FileCopies:
         for path in sorted(self._kept, reverse=True):  # what is in a directory before itself
             if self._kept[path] is None:
                 with suppress(OSError):  # it has gone, or something in it is not of this run
-                    (os.rmdir if _is_directory(path) else os.unlink)(path)
+                    (os.rmdir if is_directory(path) else os.unlink)(path)
         directories = []
         for path, before in sorted(self._kept.items()):
             if before is None or _identity(path) == _identity_of(before):
@@ -95,7 +95,7 @@ class FileCopies:
 
     def _put_back(self, path: str, before: os.stat_result) -> None:
         kept = self._copies[path]
-        if _is_directory(path):
+        if is_directory(path):
             os.rmdir(path)
         if _is_same_file(path, before):  # other names of the file get its content too
             with suppress(PermissionError):
@@ -148,12 +148,8 @@ def _is_same_file(path: str, before: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and os.path.samestat(status, before)
 
 
-def _is_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
 def _make_directory(path: str) -> None:
-    if os.path.lexists(path) and not _is_directory(path):
+    if os.path.lexists(path) and not is_directory(path):
         os.unlink(path)
     os.makedirs(path, exist_ok=True)
 
