@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from instep.process import settings
 from instep.unedited.bitwise import check_ranks
 from instep.verify.progress import RunProgress, all_steps
 from instep.verify.recording.bit_recorder import Digests, StepBits
 from instep.verify.recording.records import RunPlan, RunRecord
-from instep.verify.runs import InstepRunStarter, RankStarter, ScriptRunner
+from instep.verify.runs import RankStarter, ScriptRunner
 
 
 @dataclass(frozen=True)
@@ -71,24 +70,18 @@ def verify_bits(
     command: Sequence[str],
     sizes: Sequence[int],
     shards: int,
+    start: RankStarter,
     steps: int | None = None,
-    start: RankStarter | None = None,
     progress: RunProgress | None = None,
-    *,
-    overwrite: bool = False,
 ) -> list[RunRecord]:
-    """Run `command` on each of `sizes`, with every batch in so many shards.
-
-    `overwrite` as for InstepRunStarter.
+    """Run `command` on each of `sizes`, by a `start` that has every batch in so many shards.
 
     Raises BitwiseError, ScriptFailedError, ScriptLateError, StepsError.
     """
     for n in sizes:
         check_ranks(shards, n)
-    variables = {settings.BITWISE.name: str(shards)}
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
-        starter = start or InstepRunStarter(variables, overwrite=overwrite)
-        runner = ScriptRunner(command, Path(folder), starter, progress)
+        runner = ScriptRunner(command, Path(folder), start, progress)
         return [
             runner.run(f"bits at {n}", n, RunPlan(stop=steps, bits=True), all_steps(n))
             for n in sorted(set(sizes))
@@ -120,17 +113,14 @@ def run_and_report_bits(
     command: Sequence[str],
     sizes: Sequence[int],
     shards: int,
+    start: RankStarter,
     steps: int | None,
-    *,
-    overwrite: bool = False,
 ) -> int:
-    """Verify, one rank too, and print the report. Returns 0 if all bits are the same, else 1.
-
-    `overwrite` as for InstepRunStarter."""
+    """Verify, one rank too, and print the report. Returns 0 if all bits are the same, else 1."""
     sizes = sorted({1, *sizes})
     titles = [all_steps(n) for n in sizes]
     with closing(RunProgress(sizes, expected=titles)) as progress:
-        runs = verify_bits(command, sizes, shards, steps, progress=progress, overwrite=overwrite)
+        runs = verify_bits(command, sizes, shards, start, steps, progress)
     lines = list(report_bits(runs, shards))
     print(os.linesep.join(lines))
     return int(not lines[-1].startswith("IDENTICAL"))

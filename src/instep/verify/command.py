@@ -70,23 +70,19 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
         raise CommandLineError(
             "--plot needs matplotlib. Install it with: pip install 'instep[plot]'"
         )
+    if asked.bitwise is not None and (asked.json is not None or asked.plot is not None):
+        raise CommandLineError("--bitwise prints its report; leave --json and --plot out.")
     # Not at the top: they import torch, and `instep run` must start without.
-    if asked.bitwise is not None:
-        if asked.json is not None or asked.plot is not None:
-            raise CommandLineError("--bitwise prints its report; leave --json and --plot out.")
-        from instep.verify.bit_comparison import run_and_report_bits
-
-        with exit_on_signal():
-            return run_and_report_bits(
-                job.command, asked.n, asked.bitwise, asked.steps, overwrite=asked.overwrite
-            )
-
+    from instep.verify.bit_comparison import run_and_report_bits
     from instep.verify.runs import InstepRunStarter
     from instep.verify.verification import run_and_report
 
-    start = InstepRunStarter(overwrite=asked.overwrite)
+    variables = {} if asked.bitwise is None else {settings.BITWISE.name: str(asked.bitwise)}
+    start = InstepRunStarter(variables, overwrite=asked.overwrite)
     with exit_on_signal():
-        return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot, start)
+        if asked.bitwise is not None:
+            return run_and_report_bits(job.command, asked.n, asked.bitwise, start, asked.steps)
+        return run_and_report(job.command, asked.n, start, asked.steps, asked.json, asked.plot)
 
 
 def _rank_counts(value: str) -> list[int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from instep.verify.progress import RunProgress
 from instep.verify.report import format_json, format_table, save_plot
 from instep.verify.runs import (
-    InstepRunStarter,
     MultiRankRuns,
     RankStarter,
     ScriptRunner,
@@ -31,8 +30,8 @@ from instep.verify.verdict import (
 def verify_script(
     command: Sequence[str],
     sizes: Sequence[int],
+    start: RankStarter,
     steps: int | None = None,
-    start: RankStarter | None = None,
     progress: RunProgress | None = None,
 ) -> Report:
     """Run `command` on 1 rank and on each of `sizes`, and judge the runs.
@@ -42,7 +41,7 @@ def verify_script(
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
-        runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), progress)
+        runner = ScriptRunner(command, Path(folder), start, progress)
         single = run_single_rank(runner, steps, is_usable_noise)
         others = sorted(set(sizes) - {1})
         if find_nondeterministic(single):
@@ -70,14 +69,14 @@ def compare_with_rounding(
 def run_and_report(
     command: Sequence[str],
     sizes: Sequence[int],
-    steps: int | None,
-    json: str | None,
-    plot: str | None,
-    start: RankStarter | None = None,
+    start: RankStarter,
+    steps: int | None = None,
+    json: str | None = None,
+    plot: str | None = None,
 ) -> int:
     """Verify, write the files and print the report. Returns 0 for the same numbers, else 1."""
     with closing(RunProgress(sorted({*sizes} - {1}))) as progress:
-        report = verify_script(command, sizes, steps, start, progress)
+        report = verify_script(command, sizes, start, steps, progress)
     if json is not None:
         Path(json).write_text(format_json(report), encoding="utf-8")
     if plot is not None:
