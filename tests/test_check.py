@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from instep.check import check_files, severe_findings
-from instep.check.checker import check_text
+from instep.check.checker import check_script
 from instep.check.command import add_command
 from instep.check.pages import generate_pages
 from instep.check.rules import RULES, THEMES
 from instep.check.run_warnings import RUN_WARNINGS
+from instep.check.script import Script
 
 SCRIPTS = Path(__file__).parent / "check_scripts"
 SOURCE = Path(__file__).parents[1] / "src" / "instep"
@@ -127,7 +128,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
 
 
 def checked(text: str) -> list[str]:
-    return [finding.code for finding in check_text("train.py", text, RULES.values())]
+    return [finding.code for finding in check_script(Script("train.py", text), RULES.values())]
 
 
 def examples(page: str) -> dict[str, str]:
@@ -269,7 +270,7 @@ def test_the_option_that_todays_launcher_passes_is_named_where_it_is_refused(nam
         "model.cuda(args.local_rank)\n"
         "dist.init_process_group('nccl')\n"
     )
-    (finding,) = check_text("train.py", script, RULES.values())
+    (finding,) = check_script(Script("train.py", script), RULES.values())
     assert finding.code == "INS512"
     assert ("passes --local-rank, which argparse refuses" in finding.effect) == (
         name == "--local_rank"
@@ -391,7 +392,7 @@ def test_explain_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_columns_count_characters_not_bytes() -> None:
     text = 'import os\nname = "秩"; os.environ["A"] == name\n'
-    assert [f.column for f in check_text("a.py", text, RULES.values())] == [13]
+    assert [f.column for f in check_script(Script("a.py", text), RULES.values())] == [13]
 
 
 def test_find_errors_are_the_errors_only() -> None:
@@ -432,7 +433,7 @@ def test_a_copy_of_the_model_made_before_wrapping_is_not_the_wrapper() -> None:
         "        torch.save(plain.state_dict(), 'a.pt')\n"
         "        torch.save(model.state_dict(), 'b.pt')\n"
     )
-    found = check_text("a.py", text, RULES.values())
+    found = check_script(Script("a.py", text), RULES.values())
     assert [(f.line, f.code) for f in found] == [(9, "INS604")]
 
 
@@ -489,7 +490,7 @@ def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:
         "    torch.save({}, path)\n"
         "torch.save({}, 'b.pt')\n"
     )
-    found = check_text("a.py", text, RULES.values())
+    found = check_script(Script("a.py", text), RULES.values())
     assert [(f.line, f.code) for f in found] == [(8, "INS601")]
 
 
@@ -505,7 +506,7 @@ def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:
 def test_the_advice_works_where_no_process_group_is(library: str, advised: str) -> None:
     """get_rank() raises under plain `python`, where instep.rank is 0."""
     text = f"import torch\n{library}\ndist.init_process_group()\ntorch.save({{}}, 'a.pt')\n"
-    found = check_text("a.py", text, RULES.values())
+    found = check_script(Script("a.py", text), RULES.values())
     assert [f.mend.splitlines()[0] for f in found if f.code == "INS601"] == [advised]
 
 
@@ -531,5 +532,5 @@ def test_padding_differs_from_epoch_to_epoch_only_where_the_epoch_is_set(call, v
                 print(x)
         """
     )
-    [found] = [f for f in check_text("a.py", text, RULES.values()) if f.code == "INS205"]
+    [found] = [f for f in check_script(Script("a.py", text), RULES.values()) if f.code == "INS205"]
     assert f"the padding {varies}, and" in f"{found}"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.check.checker import check_text
+from instep.check.checker import check_script
 from instep.check.rules import RULES
+from instep.check.script import Script
 
 pytestmark = pytest.mark.launch
 
@@ -116,7 +117,7 @@ def test_labels_of_another_width_than_the_outputs_end_it(tmp_path: Path) -> None
 
 
 def test_labels_of_another_width_than_the_outputs_are_found_by_the_check() -> None:
-    (finding,) = check_text("demo.py", SCRIPT.replace("WIDTH", "10"), RULES.values())
+    (finding,) = check_script(Script("demo.py", SCRIPT.replace("WIDTH", "10")), RULES.values())
     assert (finding.code, finding.line) == ("INS406", 32)
     assert finding.message == "rows of 5 numbers are compared with rows of 10"
-    assert not check_text("demo.py", SCRIPT.replace("WIDTH", "5"), RULES.values())
+    assert not check_script(Script("demo.py", SCRIPT.replace("WIDTH", "5")), RULES.values())

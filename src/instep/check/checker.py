@@ -45,7 +45,7 @@ def check_files(
     unreadable: list[FileReadError] = []
     for path in paths:
         try:
-            found = _apply_rules(Script.read(path), rules)
+            found = check_script(Script.read(path), rules)
         except OSError as error:
             unreadable.append(FileReadError(path, error.strerror or str(error)))
         except SyntaxError as error:
@@ -81,12 +81,8 @@ def _is_python(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(".")
 
 
-def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:
-    """The findings in one script, in the order of its lines. Raises SyntaxError."""
-    return _apply_rules(Script(path, text), rules)
-
-
-def _apply_rules(script: Script, rules: Collection[Rule]) -> list[Finding]:
+def check_script(script: Script, rules: Collection[Rule]) -> list[Finding]:
+    """The findings in one script, in the order of its lines."""
     info = ScriptInfo(script)
     found = {
         _make_finding(script, rule, hit)

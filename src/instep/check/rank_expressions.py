@@ -49,7 +49,7 @@ class RankExpressions:
         torch.distributed.get_rank() fails under plain `python`, where there is no process group;
         the libraries that a script imports for several processes know better.
         """
-        roots = {name.partition(".")[0] for name in self.script.imported_modules}
+        roots = self.script.imported_roots
         if "instep" in roots:
             return "instep.rank == 0"
         return "hvd.rank() == 0" if "horovod" in roots else "torch.distributed.get_rank() == 0"

@@ -136,6 +136,11 @@ class Script:
         names = {alias.name for plain in self.all(ast.Import) for alias in plain.names}
         return frozenset(names | set(self.imports.values()))
 
+    @cached_property
+    def imported_roots(self) -> frozenset[str]:
+        """The first words of these: packages, and "" for relative imports."""
+        return frozenset(name.partition(".")[0] for name in self.imported_modules)
+
     # --- names
 
     def dotted_name(self, node: ast.AST | None) -> str:
@@ -169,6 +174,10 @@ class Script:
         if isinstance(function, ast.Attribute):
             return function.attr
         return function.id if isinstance(function, ast.Name) else ""
+
+    def owner(self, call: ast.Call) -> ast.expr | None:
+        """The value whose method is called: `x` in `x.step()`; None for a plain call."""
+        return call.func.value if isinstance(call.func, ast.Attribute) else None
 
     def calls_of(self, *full_names: str) -> Iterator[ast.Call]:
         """Calls of imported things, by full name, in the order of the text."""
@@ -210,6 +219,10 @@ class Script:
         """The innermost function that contains the node; None at module level."""
         return self._functions.get(node)
 
+    def are_in_one_function(self, first: ast.AST, second: ast.AST) -> bool:
+        """Whether the innermost function around both is the same, or there is none."""
+        return self.function_of(first) is self.function_of(second)
+
     def calls_in(self, function: Function | None) -> list[ast.Call]:
         """Calls in a function's own text, without those in functions inside it."""
         return self._calls_in.get(function, [])
@@ -223,6 +236,10 @@ class Script:
     def is_inside(self, node: ast.AST, container: ast.AST) -> bool:
         """Whether the node is the container or somewhere in it."""
         return node is container or any(above is container for above in self.ancestors(node))
+
+    def calls_inside(self, container: ast.AST) -> list[ast.Call]:
+        """Calls anywhere in a node, in the order of the text."""
+        return [call for call in self.all(ast.Call) if self.is_inside(call, container)]
 
     def parent_loops(self, node: ast.AST) -> Iterator[ast.For | ast.While]:
         """Loops of the same function around a node, innermost first."""

@@ -173,6 +173,12 @@ class ScriptInfo:
         """Calls of torch's DataLoader."""
         return list(self.script.calls_of("torch.utils.data.DataLoader"))
 
+    @cached_property
+    def transforms(self) -> set[str]:
+        """The classes of torchvision.transforms of which the script makes objects."""
+        made = (self.script.full_name(call) for call in self.script.all(ast.Call))
+        return {full.split(".")[-1] for full in made if full.startswith("torchvision.transforms")}
+
     def sampler_of(self, loader: ast.Call) -> ast.Call | None:
         """The DistributedSampler of a loader, if it may have one."""
         given = keyword(loader, "sampler", 3) or keyword(loader, "batch_sampler", 4)
@@ -240,7 +246,7 @@ class ScriptInfo:
 
     def is_accelerator(self, node: ast.expr) -> bool:
         """Whether a value is an `accelerate.Accelerator`."""
-        if "accelerate" not in {m.split(".")[0] for m in self.script.imported_modules}:
+        if "accelerate" not in self.script.imported_roots:
             return False
         return any(
             self.script.call_name(origin) == "Accelerator" for origin in self.origins.of(node)

@@ -112,14 +112,12 @@ def _wrapped_state_dict(info: ScriptInfo) -> Iterator[Hit]:
     if any("module." in text for text in info.script.strings):
         return  # the script knows the prefix
     for call in info.script.calls_named("state_dict"):
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        owner = info.script.owner(call)
         wrap = info.ddp_call_of(owner)
         if wrap is None or owner is None or not _is_saved(info, call):
             continue
         name = info.script.source(owner)
-        if wrap.lineno > call.lineno and info.script.function_of(wrap) is info.script.function_of(
-            call
-        ):
+        if wrap.lineno > call.lineno and info.script.are_in_one_function(wrap, call):
             continue
         yield Hit(
             call,
@@ -184,10 +182,8 @@ def _checkpoint_without_optimizer(info: ScriptInfo) -> Iterator[Hit]:
         or any(name.startswith("deepspeed") for name in info.script.imported_modules)
     ):
         return
-    for saved in _checkpoints(info):
-        keys = [constant(key) for key in saved.keys]
-        text = info.script.source(saved)
-        if "epoch" in keys and ".state_dict" in text and "opt" not in text.lower():
+    for saved, text in _checkpoints(info):
+        if "opt" not in text.lower():
             yield Hit(
                 saved,
                 "this checkpoint has an epoch and a model, but no optimizer",
@@ -205,11 +201,13 @@ def _state_is_saved(info: ScriptInfo, *split_words: str) -> bool:
     )
 
 
-def _checkpoints(info: ScriptInfo) -> Iterator[ast.Dict]:
-    """Dictionaries literally given to a call that saves."""
+def _checkpoints(info: ScriptInfo) -> Iterator[tuple[ast.Dict, str]]:
+    """Dictionaries with an epoch and a state, literally given to a call that saves; their texts."""
     for node in info.script.all(ast.Dict):
-        if node.keys and None not in node.keys and _is_saved(info, node):
-            yield node
+        has_epoch = None not in node.keys and "epoch" in map(constant, node.keys)
+        text = info.script.source(node) if has_epoch else ""
+        if ".state_dict" in text and _is_saved(info, node):
+            yield node, text
 
 
 @rule(
@@ -249,14 +247,8 @@ def _checkpoint_without_scaler(info: ScriptInfo) -> Iterator[Hit]:
         return
     of_kinds = [f"torch.{kind}.amp.GradScaler" for kind in KINDS]
     scalers = list(info.script.calls_of("apex.amp.initialize", "torch.amp.GradScaler", *of_kinds))
-    for saved in _checkpoints(info) if scalers else []:
-        text = info.script.source(saved)
-        keys = [constant(key) for key in saved.keys]
-        if (
-            "epoch" in keys
-            and ".state_dict" in text
-            and not ("scaler" in text.lower() or "amp" in text)
-        ):
+    for saved, text in _checkpoints(info) if scalers else []:
+        if not ("scaler" in text.lower() or "amp" in text):
             apex = info.script.full_name(scalers[0]).startswith("apex")
             owner = "amp" if apex else info.target_names(scalers[0]) or "scaler"
             yield Hit(

@@ -99,13 +99,10 @@ def _metric_over_local_length(info: ScriptInfo) -> Iterator[Hit]:
     for numerator, denominator, place in divisions(info):
         measured = _length_of_share(info, denominator)
         name = count_name(numerator)
-        if (
-            measured is None
-            or name is None
-            or not split_words(name) & {"correct", "corrects", "hits"}
-        ):
+        if measured is None or name is None:
             continue
-        if _is_reduced(info, numerator):
+        is_count = split_words(name) & {"correct", "corrects", "hits"}
+        if is_count and _is_reduced(info, numerator):
             yield Hit(
                 place,
                 f"{name} is summed over all ranks, {info.script.source(measured)} is one "
@@ -225,16 +222,18 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
 
 def sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
     """What the loops run over in which `name += …` stands: `instep.shard(…)`, by its name."""
-    function = info.script.function_of(place)
+    for loop in _adding_loops(info, place, name):
+        if (source := sharded_loader(info, loop.iter)) is not None:
+            yield source
+
+
+def _adding_loops(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.For]:
+    """The loops in which `name += …` stands, in the function of this place."""
     for changed in info.script.all(ast.AugAssign):
-        if (
-            info.script.dotted_name(changed.target) == name
-            and info.script.function_of(changed) is function
-        ):
-            for loop in info.script.parent_loops(changed):
-                source = sharded_loader(info, loop.iter) if isinstance(loop, ast.For) else None
-                if source is not None:
-                    yield source
+        is_this = info.script.dotted_name(changed.target) == name
+        if is_this and info.script.are_in_one_function(changed, place):
+            loops = info.script.parent_loops(changed)
+            yield from (loop for loop in loops if isinstance(loop, ast.For))
 
 
 def sharded_loader(info: ScriptInfo, source: ast.expr) -> ast.expr | None:
@@ -322,14 +321,11 @@ def count_name(node: ast.expr) -> str | None:
 def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
     """Whether the number was summed over the ranks, in place or by assignment."""
     name = count_name(numerator)
-    function = info.script.function_of(numerator)
     for call in info.reduction_calls:
-        if info.script.function_of(call) is not function or call.lineno > numerator.lineno:
+        if call.lineno > numerator.lineno or not info.script.are_in_one_function(call, numerator):
             continue
-        average = [*call.args, *(k.value for k in call.keywords)]
-        if any(
-            "AVG" in info.script.source(a) or "Average" in info.script.source(a) for a in average
-        ):
+        given = [*call.args, *(k.value for k in call.keywords)]
+        if any(word in info.script.source(a) for a in given for word in ("AVG", "Average")):
             continue
         statement = info.script.statement_of(call)
         assigned = info.target_names(call) if isinstance(statement, ast.Assign) else ""
@@ -340,18 +336,9 @@ def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
 
 def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> bool:
     """Whether `name += …` stands in a loop over a sharded loader, in the same function."""
-    function = info.script.function_of(place)
-    for changed in info.script.all(ast.AugAssign):
-        if (
-            info.script.dotted_name(changed.target) != name
-            or info.script.function_of(changed) is not function
-        ):
-            continue
-        for loop in info.script.parent_loops(changed):
-            loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
-            if loader is not None and info.sampler_of(loader) is not None:
-                return True
-    return False
+    sources = (info.loop_source(loop) for loop in _adding_loops(info, place, name))
+    loaders = (info.loader_of(source) for source in sources)
+    return any(loader is not None and info.sampler_of(loader) is not None for loader in loaders)
 
 
 def is_reduced_nearby(info: ScriptInfo, place: ast.AST) -> bool:

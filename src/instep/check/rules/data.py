@@ -41,8 +41,9 @@ def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     calls = list(info.script.calls_named("set_epoch"))
-    imported = {name.split(".")[0] for name in info.script.imported_modules}
-    if any(not _about_evaluation(info, call) for call in calls) or "accelerate" in imported:
+    if any(not _about_evaluation(info, call) for call in calls):
+        return
+    if "accelerate" in info.script.imported_roots:
         return
     for sampler in info.samplers:
         shuffle = keyword(sampler, "shuffle", 3)
@@ -135,12 +136,7 @@ def _normalised_twice(info: ScriptInfo) -> Iterator[Hit]:
             self.input = self.input.float().sub_(self.mean)
     ```
     """
-    made = {
-        info.script.full_name(c).split(".")[-1]
-        for c in info.script.all(ast.Call)
-        if info.script.full_name(c).startswith("torchvision.transforms")
-    }
-    if not {"ToTensor", "Normalize"} <= made:
+    if not {"ToTensor", "Normalize"} <= info.transforms:
         return
     for call in info.script.calls_named("sub_", "sub"):
         mean = call.args[0] if call.args else None
@@ -239,7 +235,7 @@ def _training_data_not_divided(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for loop in info.training_loops:
-        calls = [c for c in info.script.all(ast.Call) if info.script.is_inside(c, loop)]
+        calls = info.script.calls_inside(loop)
         loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
         is_replicated = any(_is_replicated(info, call.func) for call in calls)
         if any(info.script.full_name(call) == "instep.shard" for call in calls):

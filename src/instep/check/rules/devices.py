@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
+from instep.check.rank_expressions import read_variable
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
 from instep.distributed.identity.accelerators import ACCELERATORS, KINDS
@@ -167,12 +168,10 @@ def _devices_hidden_too_late(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for plain in info.script.all(ast.Assign):
-        target = plain.targets[0]
-        if not isinstance(target, ast.Subscript) or not _visible_devices(info, target):
+        if read_variable(info.script, plain.targets[0]) not in _VARIABLES:
             continue
-        function = info.script.function_of(plain)
         for call in info.script.all(ast.Call):
-            early = call.lineno < plain.lineno and info.script.function_of(call) is function
+            early = call.lineno < plain.lineno and info.script.are_in_one_function(call, plain)
             if early and _uses_device(info, call) and not info.script.are_exclusive(call, plain):
                 yield Hit(
                     plain,
@@ -181,10 +180,6 @@ def _devices_hidden_too_late(info: ScriptInfo) -> Iterator[Hit]:
                     f"{info.script.source(plain)}  # before the first use of a device",
                 )
                 break
-
-
-def _visible_devices(info: ScriptInfo, node: ast.Subscript) -> bool:
-    return info.script.full_name(node.value) == "os.environ" and constant(node.slice) in _VARIABLES
 
 
 def _uses_device(info: ScriptInfo, call: ast.Call) -> bool:

@@ -104,7 +104,7 @@ def _shuffled_evaluation(info: ScriptInfo) -> Iterator[Hit]:
 def _sets_epoch(info: ScriptInfo, sampler: ast.Call) -> bool:
     """Whether the script calls set_epoch on this sampler, or on that of its loader."""
     for call in info.script.calls_named("set_epoch"):
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        owner = info.script.owner(call)
         loader = info.loader_of(owner.value) if isinstance(owner, ast.Attribute) else None
         of_loader = info.sampler_of(loader) if loader is not None else None
         if sampler is of_loader or sampler in info.origins.calls(owner):
@@ -278,13 +278,13 @@ def _view_of_transposed(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for call in info.script.calls_named("view"):
-        rows = call.func.value if isinstance(call.func, ast.Attribute) else None
+        rows = info.script.owner(call)
         if not isinstance(rows, ast.Subscript) or not isinstance(rows.slice, ast.Slice):
             continue
         compared = [c for c in info.origins.calls(rows.value) if info.script.call_name(c) == "eq"]
         for comparison in compared:
-            owner = comparison.func.value if isinstance(comparison.func, ast.Attribute) else None
-            if any(info.script.call_name(c) == "t" for c in info.origins.calls(owner)):
+            predicted = info.origins.calls(info.script.owner(comparison))
+            if any(info.script.call_name(c) == "t" for c in predicted):
                 text = info.script.source(call)
                 yield Hit(
                     call,

@@ -78,15 +78,12 @@ def _find_collective(info: ScriptInfo, call: ast.Call) -> ast.Call | None:
 
 def _has_counterpart(info: ScriptInfo, call: ast.Call, guard: Guard) -> bool:
     """The other ranks make the same call in the same function: `rank 0 goes first`."""
-    function, word = info.script.function_of(call), info.script.call_name(call)
-    for other in info.script.calls_named(word):
-        if other is not call and info.script.function_of(other) is function:
-            if info.script.are_exclusive(call, other):
-                return True
+    mine = guard.on_rank_0, guard.rank_type
+    for other in info.script.calls_named(info.script.call_name(call)):
+        if other is not call and info.script.are_in_one_function(other, call):
             guards = info.guards.local_guards(other)
-            if any(
-                g.on_rank_0 != guard.on_rank_0 or g.rank_type != guard.rank_type for g in guards
-            ):
+            is_of_others = any((g.on_rank_0, g.rank_type) != mine for g in guards)
+            if is_of_others or info.script.are_exclusive(call, other):
                 return True
     return False
 

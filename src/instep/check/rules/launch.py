@@ -35,12 +35,9 @@ def _fixed_port(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for plain in info.script.all(ast.Assign):
-        target = plain.targets[0]
         port = constant(plain.value)
         if (
-            isinstance(target, ast.Subscript)
-            and info.script.full_name(target.value) == "os.environ"
-            and constant(target.slice) == "MASTER_PORT"
+            read_variable(info.script, plain.targets[0]) == "MASTER_PORT"
             and isinstance(port, str)
             and port not in {"", "0"}
             and not _is_conditional_default(info, plain)
@@ -50,13 +47,11 @@ def _fixed_port(info: ScriptInfo) -> Iterator[Hit]:
         method = keyword(call, "init_method", 1)
         for origin in info.origins.of(method):
             text = info.script.source(origin)
-            found = re.search(r"tcp://.*:(\d{2,5})['\"]?\)?$", text)
-            if found and info.script.call_name(origin) != "add_argument":
+            if "tcp://" not in text or info.script.call_name(origin) == "add_argument":
+                continue
+            at_end = re.search(r"tcp://.*:(\d{2,5})['\"]?\)?$", text)
+            if found := at_end or re.search(r":(\d{4,5})\b", text):
                 yield _port(call, found.group(1))
-                break
-            parts = re.search(r"tcp://", text) and re.search(r":(\d{4,5})\b", text)
-            if parts and info.script.call_name(origin) != "add_argument":
-                yield _port(call, parts.group(1))
                 break
 
 
@@ -108,9 +103,8 @@ def _local_rank_argument(info: ScriptInfo) -> Iterator[Hit]:
     device = f"cuda:{args.local_rank}"
     ```
     """
-    imported = {name.split(".")[0] for name in info.script.imported_modules}
     reads = [*info.script.all(ast.Subscript), *info.script.all(ast.Call)]
-    if "deepspeed" in imported or "LOCAL_RANK" in info.script.strings:
+    if "deepspeed" in info.script.imported_roots or "LOCAL_RANK" in info.script.strings:
         return
     if any("LOCAL" in read_variable(info.script, node) for node in reads):
         return

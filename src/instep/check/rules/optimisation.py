@@ -236,7 +236,7 @@ def _amp_after_wrapping(info: ScriptInfo) -> Iterator[Hit]:
     for call in info.script.calls_of("apex.amp.initialize"):
         model = keyword(call, "models", 0)
         for wrap in info.ddp_calls:
-            same_function = info.script.function_of(wrap) is info.script.function_of(call)
+            same_function = info.script.are_in_one_function(wrap, call)
             name = info.target_names(wrap)
             if not same_function or model is None or info.script.are_exclusive(wrap, call):
                 continue

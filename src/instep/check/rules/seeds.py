@@ -51,7 +51,9 @@ def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
     if not info.samplers and not info.ddp_calls and not seeds:
         return
     ranked = [c for c in info.script.calls_of(*SEEDING) if _seed_depends_on_rank(info, c)]
-    if ranked or not _has_random_transforms(info) or _seeds_workers(info):
+    if ranked or not any(name.startswith("Random") for name in info.transforms):
+        return
+    if _seeds_workers(info):
         return
     for call in seeds:
         if info.processes.runs_on_ranks(call) or info.processes.spawn is None:
@@ -67,14 +69,6 @@ def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
 
 def _seed_depends_on_rank(info: ScriptInfo, call: ast.Call) -> bool:
     return any(info.ranks.depends_on_rank(argument) for argument in call.args)
-
-
-def _has_random_transforms(info: ScriptInfo) -> bool:
-    return any(
-        full.startswith("torchvision.transforms") and full.split(".")[-1].startswith("Random")
-        for call in info.script.all(ast.Call)
-        if (full := info.script.full_name(call))
-    )
 
 
 def _seeds_workers(info: ScriptInfo) -> bool:
@@ -177,13 +171,10 @@ def _seed_by_rank_before_model(info: ScriptInfo) -> Iterator[Hit]:
     built = [call for call in info.script.all(ast.Call) if _builds_layers(info, call)]
     seeds = list(info.script.calls_of("torch.manual_seed"))
     for seed in seeds:
-        later = [
-            c
-            for c in built
-            if c.lineno > seed.lineno
-            and info.script.function_of(c) is info.script.function_of(seed)
-        ]
-        if later and _seed_depends_on_rank(info, seed):
+        is_before = any(
+            seed.lineno < c.lineno and info.script.are_in_one_function(c, seed) for c in built
+        )
+        if is_before and _seed_depends_on_rank(info, seed):
             yield Hit(
                 seed,
                 "each rank seeds differently and then builds the model",

@@ -146,7 +146,7 @@ def _find_waits(info: ScriptInfo, loop: ast.For | ast.While, word: str) -> Itera
 
 def _root(info: ScriptInfo, backward: ast.Call) -> str:
     """The name of the loss that backward is called on."""
-    owner = backward.func.value if isinstance(backward.func, ast.Attribute) else None
+    owner = info.script.owner(backward)
     if info.script.full_name(backward) or (
         owner is not None and info.is_accelerator(owner) and backward.args
     ):

@@ -96,7 +96,7 @@ def _not_replicated(info: ScriptInfo) -> Iterator[Hit]:
         source = loop.iter if isinstance(loop, ast.For) else None
         if source is None or counting.sharded_loader(info, source) is None:
             continue
-        calls = [c for c in info.script.all(ast.Call) if info.script.is_inside(c, loop)]
+        calls = info.script.calls_inside(loop)
         models = [call.func for call in calls if _is_visible_model(info, call.func)]
         if models:
             name = info.script.source(models[0])
@@ -160,8 +160,7 @@ def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     for call in info.script.calls_named("step"):
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        made = [info.script.full_name(each) for each in info.origins.calls(owner)]
+        made = map(info.script.full_name, info.origins.calls(info.script.owner(call)))
         if not call.args or not any(name.endswith(".ReduceLROnPlateau") for name in made):
             continue
         if _is_of_own_rows(info, call.args[0], _DEPTH):

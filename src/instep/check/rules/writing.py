@@ -55,8 +55,8 @@ def _saves_by_itself(info: ScriptInfo, call: ast.Call) -> bool:
     """`save_pretrained` that is told who is the main process, or has a model in shards."""
     if keyword(call, "is_main_process") is not None:
         return True
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    made = {info.script.call_name(origin) for origin in info.origins.of(owner)}
+    origins = info.origins.of(info.script.owner(call))
+    made = set(map(info.script.call_name, origins))
     return bool(made & {"prepare", "initialize", "fully_shard", "FullyShardedDataParallel"})
 
 
@@ -113,8 +113,7 @@ def _write_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
 
 def _main_process_hidden(info: ScriptInfo) -> bool:
     """Lightning and Ignite choose the process that writes by themselves."""
-    roots = {name.split(".")[0] for name in info.script.imported_modules}
-    return bool(roots & {"pytorch_lightning", "lightning", "ignite"})
+    return bool(info.script.imported_roots & {"pytorch_lightning", "lightning", "ignite"})
 
 
 def _is_excluded(info: ScriptInfo, call: ast.Call) -> bool:
