@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -36,7 +36,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
     is_lazy,
 )
 from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
-from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.sharding_plan import CallResult
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import run_sharded
@@ -96,7 +96,6 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     result = _run_planned(call, entry, tuner, group, hooks)
     entry.plan, entry.why_whole = result.plan, result.why_whole
     if result.why_whole is not None:
-        entry.plan = None
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
         if result.why_whole.kind is ReasonKind.CHANGES_PARAMETERS:
@@ -125,19 +124,6 @@ def _find_obstacle(call: BoundCall) -> WholeReason | None:
             ReasonKind.OF_ARGUMENTS,
         )
     return _CACHED if caches_weights(call.parts) else None
-
-
-@dataclass(frozen=True)
-class _CallResult:
-    """What a call has returned and taught."""
-
-    output: Any
-    """For the script."""
-    plan: ShardingPlan | None
-    """For the calls that follow, if they can be sharded."""
-    why_whole: WholeReason | None = None
-    """Why they cannot be; None if they can, or if this call does not tell."""
-    is_sharded: bool = True
 
 
 class _CallMode(Enum):
@@ -186,61 +172,56 @@ def _run_planned(
     tuner: CallTuner | None,
     group: ShardGroup,
     hooks: tuple[int, ...],
-) -> _CallResult:
+) -> CallResult:
     """Make a call that may be sharded, and learn whether those that follow may be."""
     mode, plan = _choose_mode(call, entry, tuner, group, hooks), entry.plan
     if plan is None:
         return _find_plan(call, entry, group)
     if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
         gradients = mode is _CallMode.COMPARE_ANEW or not plan.has_values
-        plan, output, why = compare_traced(call, plan, entry.flow, group, gradients=gradients)
-        return _conclude(entry, plan, output, why)
+        return _conclude(entry, compare_traced(call, plan, entry.flow, group, gradients=gradients))
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = WholeReason(mismatch + entry.divided_calls())
-        return _CallResult(call.run_whole(), None, why, is_sharded=False)
+        return CallResult(call.run_whole(), None, why, is_sharded=False)
     match mode:
         case _CallMode.TIME:
             assert tuner is not None
-            plan, output, is_sharded = run_timed(call, plan, tuner, group)
-            return _CallResult(output, plan, is_sharded=is_sharded)
+            return run_timed(call, plan, tuner, group)
         case _CallMode.WATCH:
-            plan, output, why, is_compared = run_watched(call, plan, entry.flow, group)
-            if is_compared:
-                return _conclude(entry, plan, output, why)
-            return _CallResult(output, plan)
+            return _conclude(entry, run_watched(call, plan, entry.flow, group))
         case _:
             plan, output = run_sharded(call, plan, group)
-            return _CallResult(output, plan)
+            return CallResult(output, plan)
 
 
-def _conclude(
-    entry: CacheEntry, plan: ShardingPlan, output: Any, why: WholeReason | None
-) -> _CallResult:
-    """What a comparison of a call that had a plan comes to."""
-    if why is not None:
-        why = why.followed_by(entry.divided_calls())
+def _conclude(entry: CacheEntry, result: CallResult) -> CallResult:
+    """What a call that had a plan comes to, if it was compared."""
+    if not result.is_compared:
+        return result
+    why = result.why_whole and result.why_whole.followed_by(entry.divided_calls())
     entry.last_compared = entry.calls
-    return _CallResult(output, plan, why, is_sharded=why is None)
+    return replace(result, why_whole=why)
 
 
-def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
+def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallResult:
     """Make the first call with this key, or one of the next where the first ones do not tell."""
     with entry.flow.traced() as trace:
-        plan, output, why = find_plan(call, group, is_first=entry.calls == 1)
+        result = find_plan(call, group, is_first=entry.calls == 1)
+    why = result.why_whole
     if why is None:
         learn(trace, entry.flow, group)
     elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
         report_whole(call.module, why.followed_by(" in this call"))  # they are made by now
-        return _CallResult(output, None, is_sharded=False)
+        return replace(result, why_whole=None)
     elif max_rows(call.leaves) < group.size:
         why = FEW_ROWS
     elif why.kind in _IN_FIRST_CALL and entry.calls < _FIRST_CALLS:
-        return _CallResult(output, None, is_sharded=False)
+        return replace(result, why_whole=None)
     if why is not FEW_ROWS:
         temporary_modules.note(call.module, why)
-    if plan is not None and plan.sums_without_rows is not None:
+    if result.plan is not None and result.plan.sums_without_rows is not None:
         plan_cache.compare_others(entry, call.module)
-    return _CallResult(output, plan, why, is_sharded=why is None)
+    return replace(result, why_whole=why)
 
 
 def _run_parts_or_whole(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> Any:
@@ -265,21 +246,20 @@ def _run_by_cost(call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for
             _remember_whole(call, tuner, by_parts=False)
         return call.run_whole()
 
-    def run(by_parts: bool) -> tuple[None, Any]:
-        return None, _run_by_parts(call) if by_parts else call.run_whole()
+    def run(by_parts: bool) -> Any:
+        return _run_by_parts(call) if by_parts else call.run_whole()
 
     if tuner.begins_later:
         undecided, trials = decision_counts.undecided, decision_counts.trials
-        _, output = run(True)
+        output = _run_by_parts(call)
         if is_for_good and decision_counts.undecided == undecided:  # no part is ever sharded
             _remember_whole(call, None, by_parts=False)
         tuner.begins_later = decision_counts.trials > trials
         return output
-    is_sharded = True
     if tuner.is_due:
-        (_, output), is_sharded = time_run(call, tuner, group.transport, run)
+        output, is_sharded = time_run(call, tuner, group.transport, run)
     else:
-        _, output = run(True)
+        output, is_sharded = _run_by_parts(call), True
     tuner.count(count_elements(call.leaves), sharded=is_sharded)
     return output
 

@@ -25,7 +25,7 @@ from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
-from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
 from instep.unedited.sharded_call.run.region import call_state
@@ -40,14 +40,11 @@ _RETURNS_OTHERS = WholeReason(
 )
 
 
-def find_plan(
-    call: BoundCall, group: ShardGroup, *, is_first: bool = False
-) -> tuple[ShardingPlan | None, Any, WholeReason | None]:
+def find_plan(call: BoundCall, group: ShardGroup, *, is_first: bool) -> CallResult:
     """Find a plan for calls like this one, by trying the candidates.
 
-    Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
-    why not. Side effects are those of one forward. `is_first`: whether there was no call like it
-    before. Collective.
+    Side effects are those of one forward. `is_first`: whether there was no call like it before.
+    Collective.
     """
     if is_compiled(call.parts):
         allow_repeated_backward()
@@ -58,16 +55,14 @@ def find_plan(
     return _search(comparison, why, group)
 
 
-def _search(
-    comparison: CallComparison, why: WholeReason | None, group: ShardGroup
-) -> tuple[ShardingPlan | None, Any, WholeReason | None]:
+def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGroup) -> CallResult:
     """As `find_plan`, unless `why` rules it out already."""
     reference = comparison.reference
     divisions = list(candidate_divisions(comparison.call.leaves, at_least=group.size))
     if why is None:
         why = _compute_gradients(reference, group) if divisions else _NO_BATCH
     if why is not None:
-        return None, reference.value(), why
+        return CallResult(reference.value(), None, why, is_sharded=False)
     kinds: list[Callable[[], RowSums | None]] = [lambda: None]
     if not group.is_virtual and on_any_rank(bool(reference.sum_lengths), group.transport):
         of_all = partial(RowSums, reference.sum_lengths)
@@ -79,25 +74,23 @@ def _search(
             comparison.sums = make_sums()
             found, reason = _try(comparison, division, group)
             if found is not None:
-                return *found, None
+                plan, output = found
+                return CallResult(output, plan)
             if comparison.sums is None and (comparison.progress > furthest or not text):
                 furthest, text = max(comparison.progress, furthest), reason
-    return None, reference.value(), WholeReason(text)
+    return CallResult(reference.value(), None, WholeReason(text), is_sharded=False)
 
 
 def verify_plan(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, gradients: bool
-) -> tuple[ShardingPlan, Any, WholeReason | None]:
+) -> CallResult:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
-
-    Returns the plan, with what was learned; what the call returns to the script; and why it cannot
-    be sharded any more. Collective.
-    """
+    Collective."""
     comparison, why = _begin(replace(call, kept=plan.kept), group)
     if why is None and on_any_rank(comparison.reference.kept != plan.kept, group.transport):
         why = _KEEPS_TENSORS if comparison.reference.begins_to_keep else None
-        found, output, why = _search(comparison, first_reason(why, group.transport), group)
-        return found or plan, output, why
+        result = _search(comparison, first_reason(why, group.transport), group)
+        return replace(result, is_compared=True)
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
     if why is None:
         is_changed = comparison.reference.structure != plan.structure
@@ -109,9 +102,10 @@ def verify_plan(
     if why is None:
         same, text = _try(comparison, plan.division, group)
         if same is not None:
-            return plan.updated(same[0]), same[1], None
+            later, output = same
+            return CallResult(output, plan.updated(later), is_compared=True)
         why = WholeReason(text)
-    return plan, comparison.reference.value(), why
+    return CallResult(comparison.reference.value(), None, why, is_sharded=False, is_compared=True)
 
 
 def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeReason | None]:

@@ -21,8 +21,7 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
-from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
+from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts, with_tensor_attributes
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.sharded_output import is_zero
@@ -31,12 +30,11 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 def run_watched(
     call: BoundCall, plan: ShardingPlan, flow: ControlFlow, group: ShardGroup
-) -> tuple[ShardingPlan, Any, WholeReason | None, bool]:
+) -> CallResult:
     """Make a planned call; if it shows anything new on any rank, make it anew and compare it.
 
-    It does so, too, where it prints, writes files, or fails for the rows of some ranks. Returns
-    the same as `verify_plan`, and whether it was compared. Collective. Raises ShardedCallError if
-    it has changed tensors among its arguments in place.
+    It does so, too, where it prints, writes files, or fails for the rows of some ranks.
+    Collective. Raises ShardedCallError if it has changed tensors among its arguments in place.
     """
     before, seen = Snapshot(call.module, call.leaves), versions(call.leaves)
     dicts = ArgumentDicts(call)
@@ -52,14 +50,14 @@ def run_watched(
         is_new = effects.first or trace.is_new or _has_first_values(planned, values)
         if not on_any_rank(bool(is_new), group.transport):
             effects.show_warnings()
-            return planned, output, None, False
+            return CallResult(output, planned)
         plan = planned
     elif on_any_rank(versions(call.leaves) != seen, group.transport):
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
     effects.reset_warnings()
     before.restore()
     dicts.restore()
-    return *compare_traced(call, plan, flow, group, gradients=True), True
+    return compare_traced(call, plan, flow, group, gradients=True)
 
 
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
@@ -78,13 +76,13 @@ def compare_traced(
     group: ShardGroup,
     *,
     gradients: bool,
-) -> tuple[ShardingPlan, Any, WholeReason | None]:
+) -> CallResult:
     """As `verify_plan`, and remember the control flow if it is the same. Collective."""
     with flow.traced() as trace:
-        plan, output, why = verify_plan(call, plan, group, gradients=gradients)
-    if why is None:
+        result = verify_plan(call, plan, group, gradients=gradients)
+    if result.why_whole is None:
         learn(trace, flow, group)
-    return plan, output, why
+    return result
 
 
 def learn(trace: ForwardTrace, flow: ControlFlow, group: ShardGroup) -> None:

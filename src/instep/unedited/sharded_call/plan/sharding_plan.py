@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from instep.training.pytree import Structure
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
+from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,21 @@ class ShardingPlan:
     def has_reductions(self) -> bool:
         """Whether an output is a mean or a sum over the rows."""
         return any(output.placement in ("partial_mean", "partial_sum") for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What a call has returned and taught."""
+
+    output: Any
+    """For the script."""
+    plan: ShardingPlan | None
+    """For the calls that follow, if they can be sharded."""
+    why_whole: WholeReason | None = None
+    """Why they cannot be; None if they can, or if this call does not tell."""
+    is_sharded: bool = True
+    is_compared: bool = False
+    """Whether a planned call was compared with the whole one."""
 
 
 def candidate_outputs(local: Tensor, whole: Tensor, block: Block) -> Iterator[OutputPlan]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -22,11 +22,9 @@ from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, TimedStep
 from instep.unedited.sharded_call.plan.division import count_elements
-from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-
-First = TypeVar("First")
 
 MAX_CALLS = 16
 """A step ends after so many calls of which none was reached by a backward()."""
@@ -49,30 +47,27 @@ def clock(device: torch.device) -> float:
 
 def run_timed(
     call: BoundCall, plan: ShardingPlan, tuner: CallTuner, group: ShardGroup
-) -> tuple[ShardingPlan, Any, bool]:
+) -> CallResult:
     """Make a call sharded or whole, and learn what that costs; or as is decided by now.
+    Collective."""
 
-    Returns the plan for the next call, what this one returns, and whether it was sharded.
-    Collective.
-    """
+    def run(is_sharded: bool) -> Any:
+        nonlocal plan
+        if not is_sharded:
+            return call.run_whole()
+        plan, output = run_sharded(call, plan, group)
+        return output
 
-    def run(is_sharded: bool) -> tuple[ShardingPlan, Any]:
-        return run_sharded(call, plan, group) if is_sharded else (plan, call.run_whole())
-
-    (plan, output), is_sharded = time_run(call, tuner, group.transport, run)
-    return plan, output, is_sharded
+    output, is_sharded = time_run(call, tuner, group.transport, run)
+    return CallResult(output, plan, is_sharded=is_sharded)
 
 
 def time_run(
-    call: BoundCall,
-    tuner: CallTuner,
-    transport: Transport,
-    run: Callable[[bool], tuple[First, Any]],
-) -> tuple[tuple[First, Any], bool]:
+    call: BoundCall, tuner: CallTuner, transport: Transport, run: Callable[[bool], Any]
+) -> tuple[Any, bool]:
     """`run(is_sharded)` as the tuner needs it next, timed; or as is decided by now.
 
-    Returns its result, of which the second is what the call returns, and whether it was sharded.
-    Collective.
+    Returns what the call returns, and whether it was sharded. Collective.
     """
     tuner.begin()
     step = tuner.step
@@ -89,11 +84,11 @@ def time_run(
         _open[step] = weakref.ref(call.module)
     device = _device_of(call.leaves)
     start = clock(device)
-    result = run(step.is_sharded)
+    output = run(step.is_sharded)
     step.seconds += clock(device) - start
     step.calls += 1
     step.elements += count_elements(call.leaves)
-    outputs = find_tensors(result[1])
+    outputs = find_tensors(output)
     if step.compares_bits:
         step.bits = _checksum(outputs, step.bits)
     if not _watch(step, outputs):
@@ -101,7 +96,7 @@ def time_run(
     elif step.calls == MAX_CALLS:
         step.backwards = _backwards
         _close(step)
-    return result, step.is_sharded
+    return output, step.is_sharded
 
 
 def _is_in_sequence(step: TimedStep | None) -> bool:
