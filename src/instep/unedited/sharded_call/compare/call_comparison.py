@@ -59,10 +59,12 @@ from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
-NOTHING_RIGHT = (1, 0)
+_HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
+"""How far a sharded call was the same as the whole one."""
+NOTHING_RIGHT = (_HAS_RUN, 0)
 """The progress of a sharded call whose first output is not that of the whole one."""
 
-ONLY_GRADIENTS_DIFFER = (3, 0)
+ONLY_GRADIENTS_DIFFER = (_HAS_STATE, 0)
 
 
 class CallComparison:
@@ -72,8 +74,8 @@ class CallComparison:
     def __init__(self, call: BoundCall, group: ShardGroup) -> None:
         self._group = group
         self.reference = Reference(call)
-        self.call = replace(call, kept=self.reference.kept)
-        self._tolerances = Tolerances(self.call, self.reference)
+        self.call = self.reference.call
+        self._tolerances = Tolerances(self.reference)
         self.sums: RowSums | None = None
         """Which of its sums are to be those of the whole batch when it is sharded; None: none."""
         self.known_outputs: tuple[OutputPlan, ...] = ()
@@ -86,7 +88,8 @@ class CallComparison:
         self._has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
         self.progress = (0, 0)
-        """How far the last sharded call was the same: a step, and how many outputs."""
+        """How far the last sharded call was the same: `_HAS_RUN` and so on, and of a call that has
+        run, how many of its outputs were right."""
 
     def accept_rounding(self, plan: ShardingPlan) -> None:
         """With this plan it is the same in full precision; half precision may round as it does."""
@@ -155,6 +158,37 @@ class CallComparison:
         self.progress = (0, 0)
         has_different_rows = division.has_different_rows(call.leaves)
         self._is_proof = has_different_rows and reference.has_finite_gradients()
+        region, local, start = self._run(division, group)
+        after = Snapshot(call.module, call.leaves)
+        why = self._tolerances.find_difference(after) or self._find_foreign_leaf(local, start)
+        outputs = self._plan_outputs(local, region, why)
+        self.progress = (_HAS_OUTPUTS, 0)
+        if why:
+            raise ShardedCallError(why)
+        self.progress = (_HAS_STATE, 0)
+        plan = self._make_plan(outputs, region)
+        tag_outputs(chain(*local), region)
+        if not self._tolerances.matches_gradients(_join(local, plan, region)):
+            raise ShardedCallError("its gradients are not those of the whole batch")
+        self.progress = (_HAS_GRADIENTS, 0)
+        joined = _join(local, plan, region)
+        is_open = plan.has_reductions and not self._tolerances.is_proven
+        if is_open and not holds_for_zeros(reference, plan, group):
+            raise ShardedCallError("it divides by something else than its rows")
+        is_first = not (self.known_outputs or self._tolerances.is_proven)
+        if is_first and (why := find_dependency(reference, plan, group)):
+            raise ShardedCallError(why)
+        after.restore()  # what was computed since has left traces
+        return plan, joined
+
+    def _run(self, division: Division, group: ShardGroup) -> tuple[Region, LocalOutputs, int]:
+        """The forward on this rank's rows, its outputs, and the number of its first autograd node.
+
+        Raises ShardedCallError if it prints, or returns another structure than the whole one.
+        """
+        call, reference = self.call, self.reference
+        if group.is_virtual and reference.draws_outside_torch:  # its shards would draw one by one
+            raise ShardedCallError(DRAWS_OUTSIDE_TORCH)
         run = partial(
             run_local,
             call,
@@ -165,8 +199,6 @@ class CallComparison:
             stored=self.stored or (),
             sums=self.sums,
         )
-        if group.is_virtual and reference.draws_outside_torch:  # its shards would draw one by one
-            raise ShardedCallError(DRAWS_OUTSIDE_TORCH)
         compiles = is_compiled(call.parts)  # which logs what it compiles
         if compiles and call.is_on_accelerator:
             with torch.compiler.set_stance("force_eager"):  # of what is fused no indices are seen
@@ -179,67 +211,59 @@ class CallComparison:
             raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
         if structure != reference.structure:
             raise ShardedCallError("its outputs have another structure for a part of the batch")
-        after = Snapshot(call.module, call.leaves)
-        why = self._tolerances.find_difference(after)
-        if why is None:
-            # The threads of shards number their nodes from 0.
-            start = 0 if group.is_virtual else start
-            own = list(chain(*local))
-            self._has_foreign_leaf = (group.is_virtual and reference.uses_older()) or (
-                find_leaves(own, start) != []  # then the leaves are looked at in each call
-                if self.stored
-                else _has_foreign_leaf(own, start, call, reference)
-            )
-            if self._has_foreign_leaf:
-                why = "its forward uses a tensor from outside that requires a gradient"
-        in_caches = leaves_in_caches(structure)  # of which nobody reads most
+        return region, local, 0 if group.is_virtual else start  # threads of shards begin with 0
+
+    def _find_foreign_leaf(self, local: LocalOutputs, start: int) -> str:
+        """Say that the outputs, whose first node has the number `start`, were computed from a
+        tensor from outside; "" if not."""
+        own = list(chain(*local))
+        self._has_foreign_leaf = (self._group.is_virtual and self.reference.uses_older()) or (
+            find_leaves(own, start) != []  # then the leaves are looked at in each call
+            if self.stored
+            else _has_foreign_leaf(own, start, self.reference)
+        )
+        if not self._has_foreign_leaf:
+            return ""
+        return "its forward uses a tensor from outside that requires a gradient"
+
+    def _plan_outputs(
+        self, local: LocalOutputs, region: Region, why: str
+    ) -> tuple[OutputPlan, ...]:
+        """How each becomes that of the whole forward. Raises ShardedCallError, which says `why` the
+        call is not the same if that is known."""
+        in_caches = leaves_in_caches(self.reference.structure)  # of which nobody reads most
         # Joined at once, an output would be no part of the graph of another one. Tensors that are
         # kept may be read by nobody, either.
-        first_kept = len(local) - reference.count_kept
-        lazy = [
-            in_caches[k] or k >= first_kept or is_used
-            for k, is_used in enumerate(reference.used_by_others)
-        ]
+        first_kept = len(local) - self.reference.count_kept
         outputs: tuple[OutputPlan, ...] = ()
-        for k, (parts, is_lazy) in enumerate(zip(local, lazy, strict=True)):
-            self.progress = NOTHING_RIGHT[0], k
+        for k, (parts, is_used) in enumerate(
+            zip(local, self.reference.used_by_others, strict=True)
+        ):
+            self.progress = _HAS_RUN, k
             try:
-                plan_of_output = self._plan_output(parts, k, region, in_caches[k])
+                plan = self._plan_output(parts, k, region, in_caches[k])
             except ShardedCallError as error:
                 raise ShardedCallError(why or str(error)) from None
-            outputs += (replace(plan_of_output, is_lazy=is_lazy),)
-        self.progress = (2, 0)
-        if why:
-            raise ShardedCallError(why)
-        self.progress = ONLY_GRADIENTS_DIFFER
+            outputs += (replace(plan, is_lazy=in_caches[k] or k >= first_kept or is_used),)
+        return outputs
+
+    def _make_plan(self, outputs: tuple[OutputPlan, ...], region: Region) -> ShardingPlan:
+        """Collective. Raises ShardedCallError where ranks add up over rows in other places."""
+        reference = self.reference
         generators = tuple(reference.before.graph.generators)
-        is_random = reference.is_random or bool(generators)  # its own may begin to draw later
-        plan = ShardingPlan(
-            division,
+        return ShardingPlan(
+            region.division,
             outputs,
-            structure,
-            is_random,
+            reference.structure,
+            reference.is_random or bool(generators),  # its own may begin to draw later
             generators,
             region.row_dims.found,
             reference.draws_outside_torch,
             reference.changes_attributes,
             self.stored or (),
-            call.kept,
-            _agreed_sums(self.sums, group),
+            self.call.kept,
+            _agreed_sums(self.sums, region.group),
         )
-        tag_outputs(chain(*local), region)
-        if not self._tolerances.matches_gradients(_join(local, plan, region)):
-            raise ShardedCallError("its gradients are not those of the whole batch")
-        self.progress = (4, 0)
-        joined = _join(local, plan, region)
-        is_open = plan.has_reductions and not self._tolerances.is_proven
-        if is_open and not holds_for_zeros(call, reference, plan, group):
-            raise ShardedCallError("it divides by something else than its rows")
-        is_first = not (self.known_outputs or self._tolerances.is_proven)
-        if is_first and (why := find_dependency(call, reference, plan, group)):
-            raise ShardedCallError(why)
-        after.restore()  # what was computed since has left traces
-        return plan, joined
 
     def _plan_output(
         self, parts: Sequence[Any], k: int, region: Region, in_cache: bool
@@ -317,14 +341,13 @@ def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
     return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
 
 
-def _has_foreign_leaf(
-    outputs: Sequence[Any], start: int, call: BoundCall, reference: Reference
-) -> bool:
+def _has_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
     argument nor a parameter of the module, nor made by the forward, another one each time."""
     leaves = find_leaves(outputs, start)
     if not leaves:
         return leaves is None
+    call = reference.call
     known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
     others = {id(leaf) for leaf in reference.leaves()} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)

@@ -48,16 +48,15 @@ Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
 """Where a tensor of this shape, whose rows are in this dimension, keeps its elements."""
 
 
-def holds_for_zeros(
-    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
-) -> bool:
+def holds_for_zeros(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> bool:
     """Whether a plan with means or sums over rows also holds for other arguments. Collective.
 
     A mean over kept tokens looks like one over rows as long as all are kept. So about half of the
     arguments' elements are set to zero, which is as good a class, token or mask as any; or, where
     the whole forward refuses that, the ends of its rows.
     """
-    generator, before = torch.Generator().manual_seed(0), reference.before
+    generator = torch.Generator().manual_seed(0)
+    call, before = reference.call, reference.before
     for kept in (keep_half, keep_beginnings):
         leaves = [
             zeroed(leaf, dim, kept, generator)
@@ -90,9 +89,7 @@ def _values_of(call: BoundCall, reference: Reference) -> Any:
     return run_whole(call)
 
 
-def find_dependency(
-    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
-) -> str:
+def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> str:
     """Say how, by this plan, the outputs are clearly others for arguments of other values; "" if
     they are not.
 
@@ -102,10 +99,10 @@ def find_dependency(
     branch with such arguments proves nothing; values that differ must differ twice. Collective.
     Leaves another state behind.
     """
-    if is_compiled(call.parts):  # it would be compiled anew
+    if is_compiled(reference.call.parts):  # it would be compiled anew
         return ""
     for factors in _FACTORS:
-        results = (_find_difference(call, reference, plan, group, factors, n) for n in range(2))
+        results = (_find_difference(reference, plan, group, factors, n) for n in range(2))
         first = next(results)
         if first is not None:
             return (next(results) or "") if first == _COUPLED else first
@@ -113,7 +110,6 @@ def find_dependency(
 
 
 def _find_difference(
-    call: BoundCall,
     reference: Reference,
     plan: ShardingPlan,
     group: ShardGroup,
@@ -121,7 +117,7 @@ def _find_difference(
     seed: int,
 ) -> str | None:
     """As `find_dependency`, for one probe; None where it proves nothing. Collective."""
-    generator = torch.Generator().manual_seed(seed)
+    call, generator = reference.call, torch.Generator().manual_seed(seed)
     pairs = zip(call.leaves, plan.division.dims, strict=True)
     of_rows = [factor * (8 - seed) / 8 for factor in factors]
     leaves = [_with_other_values(leaf, dim, of_rows, generator) for leaf, dim in pairs]

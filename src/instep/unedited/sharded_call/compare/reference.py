@@ -59,7 +59,8 @@ class Reference:
         """The attributes that it has set to tensors, and those that it is known to set."""
         self.begins_to_keep = not attributes.has_tensors_before(found)
         """Whether some of these had no tensors before."""
-        self._call = replace(call, kept=self.kept)
+        self.call = replace(call, kept=self.kept)
+        """The call, with these."""
         result = watch.result(self._value, [place for place in found if place not in call.kept])
         self.outputs, self.structure = flatten(result)
         self.count_kept = len(leaves_of(result.kept)) if isinstance(result, Written) else 0
@@ -96,7 +97,7 @@ class Reference:
 
         `joins_attributes`: whether tensors may be kept in these.
         """
-        if self.kept and (is_compiled(self._call.parts) or not joins_attributes):
+        if self.kept and (is_compiled(self.call.parts) or not joins_attributes):
             return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
         if opaque:
@@ -117,7 +118,7 @@ class Reference:
 
     def uses_older(self) -> bool:
         """Whether it was computed from something that is no argument and was computed before."""
-        return find_leaves(self.outputs, self._start, self._call.leaves) is None
+        return find_leaves(self.outputs, self._start, self.call.leaves) is None
 
     def compute_gradients(self) -> None:
         """Compute its gradients now, while what autograd has saved is as it was.
@@ -128,7 +129,7 @@ class Reference:
         another argument to an argument, or a weight that a cache of the script keeps.
         Raises RuntimeError where the forward has freed it.
         """
-        self._products = VectorJacobianProducts.of(self._call, self.outputs)
+        self._products = VectorJacobianProducts.of(self.call, self.outputs)
         if not (self._can_release and self._products.cotangents) or self.uses_older():
             self._gradients = self._products.grads(self.outputs)
             return
@@ -170,13 +171,13 @@ class Reference:
             return self._value
         self.before.restore()
         with observed(is_silent=True):
-            return self._call.run_whole()
+            return self.call.run_whole()
 
     def note_draws(self) -> None:
         """Find the shapes of what it draws."""
         self.before.restore()
         with observed(is_silent=True), DrawShapes() as draws:
-            run_whole(self._call)
+            run_whole(self.call)
         self.drawn = draws.shapes
 
 

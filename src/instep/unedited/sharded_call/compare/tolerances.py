@@ -28,7 +28,6 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import BufferKey, Snapshot
-from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.argument_writes import run_whole
 
 
@@ -39,16 +38,17 @@ class Noise:
     U-Net over a ResNet), so the largest of several counts.
     """
 
-    def __init__(self, call: BoundCall, reference: Reference) -> None:
+    def __init__(self, reference: Reference) -> None:
         self.outputs = [0.0] * len(reference.outputs)
         self.buffers: dict[BufferKey, float] = {}
         self.gradients: list[float] = []
         for seed in range(PERTURBATIONS):
             reference.before.restore()
-            with perturbed(call.module, seed):
-                self._add(call, reference)
+            with perturbed(reference.call.module, seed):
+                self._add(reference)
 
-    def _add(self, call: BoundCall, reference: Reference) -> None:
+    def _add(self, reference: Reference) -> None:
+        call = reference.call
         outputs = leaves_of(run_whole(call))
         errors = [
             relative_error(again, out) if isinstance(out, Tensor) else 0.0
@@ -68,8 +68,8 @@ class Tolerances:
     What rounding does to this call is measured only once a difference depends on it.
     """
 
-    def __init__(self, call: BoundCall, reference: Reference) -> None:
-        self._call, self._reference = call, reference
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
         self._noise: Noise | None = None
         self.needs_noise = False
         """Whether a sharded call was so near that the noise may be what separates them."""
@@ -89,14 +89,16 @@ class Tolerances:
     def measure_noise(self) -> None:
         """Find how much of a difference rounding can explain."""
         with observed(is_silent=True):
-            self._noise, self.needs_noise = Noise(self._call, self._reference), False
+            self._noise, self.needs_noise = Noise(self._reference), False
 
     def measure_sums(self) -> None:
         """Find how much of a difference of gradients the rounding of sums can explain."""
         self._reference.before.restore()
         self._sum_errors, self.needs_sums = [], False
         with observed(is_silent=True), suppress(Exception):  # of a backward that runs only once
-            self._sum_errors = self._reference.sum_errors(leaves_of(run_whole(self._call)))
+            self._sum_errors = self._reference.sum_errors(
+                leaves_of(run_whole(self._reference.call))
+            )
 
     def matches_output(self, k: int, joined: Tensor) -> bool:
         """Whether these rows are those of its `k`-th output."""
