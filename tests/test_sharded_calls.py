@@ -29,6 +29,7 @@ import instep
 from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
+from instep.training.drift.non_finite import FiniteCheck
 from instep.training.random_ops import draws_nothing
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules, outermost_call
@@ -707,6 +708,9 @@ class Bucket:
         assert self.waited
         self.written = True
 
+    def last_small_grad(self) -> None:
+        """It has none."""
+
 
 def test_sums_travel_as_soon_as_all_calls_have_brought_their_parts() -> None:
     """In one order on all ranks, while backward goes on."""
@@ -716,7 +720,8 @@ def test_sums_travel_as_soon_as_all_calls_have_brought_their_parts() -> None:
         types.SimpleNamespace(buckets=buckets),
         types.SimpleNamespace(buckets=[twice]),
     ]
-    backward = grad_sums.BucketedBackward(calls, get_transport())
+    check = FiniteCheck((), None, 0)
+    backward = grad_sums.BucketedBackward(calls, get_transport(), check)
 
     def started() -> list[bool]:
         return [bucket.started for bucket in buckets]

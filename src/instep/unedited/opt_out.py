@@ -84,19 +84,19 @@ def _is_masked(name: object) -> bool:
 
 def instep_getattr(original: Function, name: str) -> Any:
     """For `instep.replicate` and so on, if the script's text did not show it."""
-    if name in sys.modules["instep"].__all__ and not _called_by_instep(2):
+    if name in sys.modules["instep"].__all__ and not _called_by_instep():
         _opt_out(f"it uses instep.{name}", BatchEffect.SAME)
     return original(name)
 
 
 def is_initialized(original: Function) -> Any:
     """For torch.distributed.is_initialized: the script has no process group."""
-    return original() if _called_by_instep(2) else False
+    return original() if _called_by_instep() else False
 
 
 def rank_or_size(original: Function, group: Any = None) -> Any:
     """For torch.distributed.get_rank and get_world_size."""
-    if not _called_by_instep(2):
+    if not _called_by_instep():
         raise ValueError(
             "Default process group has not been initialized, please make sure to call "
             "init_process_group."
@@ -104,12 +104,13 @@ def rank_or_size(original: Function, group: Any = None) -> Any:
     return original(group)
 
 
-def _called_by_instep(above: int) -> bool:
-    """Whether the caller of a patched function is instep or torch.distributed itself.
+def _called_by_instep() -> bool:
+    """Whether the caller of the patched function whose replacement asks this is instep or
+    torch.distributed itself.
 
     Not torch.distributed.checkpoint: it saves for the script, as in one process.
     """
-    frame: FrameType | None = sys._getframe(above + 1)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and _module(frame).startswith("importlib."):
         frame = frame.f_back
     if frame is None or _module(frame).startswith("torch.distributed.checkpoint."):

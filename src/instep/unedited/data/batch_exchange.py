@@ -64,14 +64,12 @@ class ExchangedBatch:
     @property
     def cannot_pack(self) -> str:
         """Why some rank cannot send its rows, so that each has to load the whole batch."""
-        return next(
-            (header.rows.cannot_pack for header in self.headers if header.rows.cannot_pack), ""
-        )
+        return next(filter(None, (header.rows.cannot_pack for header in self.headers)), "")
 
     @property
     def effect(self) -> str:
         """What loading has changed on some rank beside the samples, as a predicate."""
-        return next((header.rows.effect for header in self.headers if header.rows.effect), "")
+        return next(filter(None, (header.rows.effect for header in self.headers)), "")
 
     @property
     def prints(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from instep.distributed.generator_states import is_generator
-from instep.process import is_installed, is_stdlib
+from instep.unedited.sharded_call.plan.object_graph import is_of_script
 
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _MAX_OBJECTS = 2000
@@ -90,12 +90,6 @@ def _is_of_user(module: str) -> bool:
     return module.partition(".")[0] not in ("builtins", "torch", "numpy", "random")
 
 
-def _is_of_script(module: types.ModuleType) -> bool:
-    """Whether a module is a file of the script's, and none of a library's."""
-    file = getattr(module, "__file__", None)
-    return file is not None and not (is_installed(file) or is_stdlib(file))
-
-
 def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals, attributes of global modules, and closure variables that a function names."""
     names = function.__code__.co_names
@@ -104,7 +98,7 @@ def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
         value = function.__globals__[name]
         yield name, value
-        if isinstance(value, types.ModuleType) and _is_of_script(value):
+        if isinstance(value, types.ModuleType) and is_of_script(value):
             yield from ((f"{name}.{key}", vars(value)[key]) for key in names if key in vars(value))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:

@@ -43,15 +43,16 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
     return None
 
 
-def reads_path(position: int, name: str) -> Function:
-    """A replacement of a function that reads the path given as this argument."""
-    return _with_path(position, name, lambda path, call: call(path_to_read(path)))
+def reads_path(name: str) -> Function:
+    """A replacement of a function that reads the path given as its first argument."""
+    return _with_path(0, name, lambda path, call: call(path_to_read(path)))
 
 
 def writes_path(
     position: int, name: str, suffix: str = "", *, checkpoint: bool = False
 ) -> Function:
-    """The same for a path that it replaces, and to which it adds `suffix` if that is missing."""
+    """A replacement of a function that replaces the path given as this argument, to which it adds
+    `suffix` if that is missing."""
 
     def write(path: Any, call: Function) -> Any:
         text = os.fspath(path)

@@ -93,9 +93,7 @@ def _run_sharded(
             raise
         has_failed = True
     if has_failed:  # the script's own exception tells of the whole batch
-        if states is not None:
-            states.restore()
-        generators.restore()
+        _restore(generators, states)
         return plan, call.run_whole()
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if before != _buffer_versions(call.parts):
@@ -104,9 +102,7 @@ def _run_sharded(
                 "and has changed its buffers meanwhile. Run this script with --plain, or let it "
                 "draw from the first call on (a dropout of 1e-9, say)."
             )
-        if states is not None:
-            states.restore()
-        generators.restore()
+        _restore(generators, states)
         return _run_sharded(call, replace(plan, is_random=True), group)
     if plan.draws_outside_torch:
         _check_draws(name, group)
@@ -144,6 +140,12 @@ def wait_for_same_error(error: Exception, where: str, transport: Transport) -> b
         return False
     recorder.detail = ""
     return True
+
+
+def _restore(generators: TorchGeneratorStates, others: RNGStates | None) -> None:
+    if others is not None:
+        others.restore()
+    generators.restore()
 
 
 def _check_draws(name: str, group: ShardGroup) -> None:

@@ -253,7 +253,7 @@ class BucketedBackward:
         self,
         calls: Iterable[CallGradients],
         transport: Transport,
-        finite_check: FiniteCheck | None = None,
+        finite_check: FiniteCheck,
     ) -> None:
         self._finite_check = finite_check
         self._expected = Counter(bucket for call in calls for bucket in call.buckets)
@@ -280,15 +280,13 @@ class BucketedBackward:
         for following in self._buckets[self._started :]:
             if self._expected[following] > 0 or not following.starts_early:
                 break
-            if self._finite_check is not None:
-                self._finite_check.inspect([following], are_last=following is self._buckets[-1])
+            self._finite_check.inspect([following], are_last=following is self._buckets[-1])
             following.start(self._transport)
             self._started += 1
 
     def finish(self) -> None:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
-        if self._finite_check is not None:
-            self._finite_check.inspect(self._buckets[self._started :], are_last=True)
+        self._finite_check.inspect(self._buckets[self._started :], are_last=True)
         finish_buckets(self._buckets, self._started, self._transport)
 
     def reset(self) -> None:
@@ -302,7 +300,7 @@ def reduce_in_buckets(
     roots: Iterable[Tensor],
     calls: Sequence[CallGradients],
     transport: Transport,
-    finite_check: FiniteCheck | None = None,
+    finite_check: FiniteCheck,
 ) -> Iterator[None]:
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 

@@ -9,6 +9,7 @@ and waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,10 +84,6 @@ def _check_dim(given: _Arguments, *, from_end: bool = False) -> None:
     _require(given["index"], shape[dim], dim % len(shape), from_end=from_end)
 
 
-def _check_filled_dim(given: _Arguments) -> None:
-    _check_dim(given, from_end=True)
-
-
 def _check_flat(given: _Arguments) -> None:
     count = given["self"].numel()
     if (wrong := _outside(given["index"], -count, count - 1)) is not None:
@@ -135,12 +132,8 @@ def _check_targets(given: _Arguments) -> None:
     _require_classes(target, given["self"].shape[min(1, given["self"].dim() - 1)])
 
 
-def _check_margins(given: _Arguments) -> None:
-    _require_classes(given["target"], (given["self"].shape or (1,))[-1])
-
-
-def _check_label_lists(given: _Arguments) -> None:
-    _require_classes(given["target"], (given["self"].shape or (1,))[-1], least=-1)  # -1 ends one
+def _check_margins(given: _Arguments, *, least: int = 0) -> None:
+    _require_classes(given["target"], (given["self"].shape or (1,))[-1], least=least)
 
 
 def _require_classes(target: Tensor, classes: int, *, least: int = 0) -> None:
@@ -200,14 +193,14 @@ _CHECKS: dict[str, Callable[[_Arguments], None]] = {
         ("gather index_select scatter scatter_ scatter_add scatter_add_", _check_dim),
         ("scatter_reduce scatter_reduce_ index_add index_add_ index_copy", _check_dim),
         ("index_copy_ index_reduce index_reduce_", _check_dim),
-        ("index_fill index_fill_", _check_filled_dim),
+        ("index_fill index_fill_", partial(_check_dim, from_end=True)),
         ("take put put_", _check_flat),
         ("embedding embedding_renorm_", _check_embedding),
         ("_embedding_bag _embedding_bag_forward_only", _check_bags),
         ("segment_reduce", _check_segments),
         ("nll_loss_forward nll_loss2d_forward", _check_targets),
         ("multi_margin_loss", _check_margins),
-        ("multilabel_margin_loss_forward", _check_label_lists),
+        ("multilabel_margin_loss_forward", partial(_check_margins, least=-1)),  # -1 ends a list
         ("repeat_interleave", _check_repeats),
         ("masked_scatter masked_scatter_", _check_mask),
         ("_assert_async _functional_assert_async", _check_assertion),
