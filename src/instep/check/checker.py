@@ -69,16 +69,13 @@ def find_python_files(paths: Iterable[str]) -> Iterator[str]:
             continue
         for folder, below, files in os.walk(path):
             below[:] = sorted(each for each in below if not _is_left_out(folder, each))
-            yield from (os.path.join(folder, file) for file in sorted(files) if _is_python(file))
+            python = sorted(f for f in files if f.endswith(".py") and not f.startswith("."))
+            yield from (os.path.join(folder, file) for file in python)
 
 
 def _is_left_out(folder: str, name: str) -> bool:
     environment = os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
     return name.startswith(".") or name in ("__pycache__", "node_modules") or environment
-
-
-def _is_python(file: str) -> bool:
-    return file.endswith(".py") and not file.startswith(".")
 
 
 def check_script(script: Script, rules: Collection[Rule]) -> list[Finding]:

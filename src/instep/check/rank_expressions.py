@@ -65,10 +65,8 @@ class RankExpressions:
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
         word = self.script.dotted_name(node).split(".")[-1].lower()
-        if LOCAL_RANK.search(word):
-            return "local rank"
-        if GLOBAL_RANK.match(word):
-            return "rank"
+        if found := _type_of_word(word):
+            return found
         if depth and isinstance(node, ast.Name):
             for binding in self.origins.bindings(node):
                 if found := self.rank_type(binding.value, depth - 1):
@@ -80,16 +78,10 @@ class RankExpressions:
         if word in {"int", "str", "getattr"} and call.args:
             if word == "getattr" and len(call.args) > 1:
                 name = constant(call.args[1])
-                return self._type_of_word(name) if isinstance(name, str) else None
+                return _type_of_word(name) if isinstance(name, str) else None
             return self.rank_type(call.args[0], depth)
-        return _type_of_variable(read_variable(self.script, call)) or self._type_of_word(
-            word.removeprefix("get_")
-        )
-
-    def _type_of_word(self, word: str) -> RankType | None:
-        if LOCAL_RANK.search(word):
-            return "local rank"
-        return "rank" if GLOBAL_RANK.match(word) else None
+        variable = read_variable(self.script, call)
+        return _type_of_variable(variable) or _type_of_word(word.removeprefix("get_"))
 
     def is_world_size(self, node: ast.AST | None, depth: int = 3) -> bool:
         """Whether an expression is the number of processes of the job."""
@@ -111,6 +103,10 @@ class RankExpressions:
         return depth > 0 and any(
             self.is_world_size(b.value, depth - 1) for b in self.origins.bindings(node)
         )
+
+    def has_world_size(self, node: ast.AST) -> bool:
+        """Whether the number of processes is anywhere in an expression."""
+        return any(map(self.is_world_size, ast.walk(node)))
 
     def depends_on_rank(self, node: ast.expr | None) -> bool:
         """Whether a value depends on the rank, as in `f"rank{rank}.csv"`."""
@@ -138,3 +134,9 @@ def _type_of_variable(name: str) -> RankType | None:
     if name in RANK_VARIABLES:
         return "rank"
     return "local rank" if name in LOCAL_RANK_VARIABLES else None
+
+
+def _type_of_word(word: str) -> RankType | None:
+    if LOCAL_RANK.search(word):
+        return "local rank"
+    return "rank" if GLOBAL_RANK.match(word) else None

@@ -16,12 +16,13 @@ _SIZES = ("gradient", "loss curve", "parameters", "buffers")
 
 def format_table(report: Report) -> str:
     """Format the report for the terminal."""
+    run = f"<{report.tolerance.run:.0e}"
     rows = [
         (*_HEADER, *_SIZES),
         (*_run_cells(report.oracle), *["-"] * len(_SIZES)),
         *[(*_run_cells(r.run), *_difference_cells(r.difference)) for r in report.results],
         ("its own noise", "", "", "", "", *_difference_cells(report.noise)),
-        ("rounding is", "", "", "", "", *_tolerance_cells(report)),
+        ("rounding is", "", "", "", "", f"<{report.tolerance.gradient:.0e}", run, run, run),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -45,11 +46,6 @@ def _run_cells(run: RunRecord) -> tuple[str, ...]:
 def _difference_cells(found: RunDifference) -> tuple[str, ...]:
     sizes = (found.gradient, found.loss, found.moved, found.buffers)
     return tuple("0" if size == 0 else f"{size:.1e}" for size in sizes)
-
-
-def _tolerance_cells(report: Report) -> tuple[str, ...]:
-    run = f"<{report.tolerance.run:.0e}"
-    return (f"<{report.tolerance.gradient:.0e}", run, run, run)
 
 
 def _notes(report: Report) -> list[str]:

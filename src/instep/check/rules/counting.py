@@ -286,7 +286,7 @@ def _lengths(info: ScriptInfo, node: ast.expr) -> Iterator[tuple[ast.Call, ast.e
 
 def _length_of_share(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     """`len(loader)`, `len(sampler)` or `len(loader.sampler)` of a sharded loader."""
-    if any(info.ranks.is_world_size(inner) for inner in ast.walk(node)):
+    if info.ranks.has_world_size(node):
         return None
     for call, of in _lengths(info, node):
         loader = info.loader_of(of)

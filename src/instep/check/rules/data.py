@@ -40,8 +40,8 @@ def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
             step(batch)
     ```
     """
-    calls = list(info.script.calls_named("set_epoch"))
-    if any(not _about_evaluation(info, call) for call in calls):
+    set_on = [info.script.dotted_name(c.func) for c in info.script.calls_named("set_epoch")]
+    if not all(re.match(r"(val|test|eval)", name) for name in set_on):
         return
     if "accelerate" in info.script.imported_roots:
         return
@@ -60,10 +60,6 @@ def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
                 "at any N, every epoch has the same order of samples",
                 f"{name}.set_epoch(epoch)  # first line of the loop over epochs",
             )
-
-
-def _about_evaluation(info: ScriptInfo, call: ast.Call) -> bool:
-    return bool(re.match(r"(val|test|eval)", info.script.dotted_name(call.func)))
 
 
 def _is_passed_to_another_file(info: ScriptInfo, sampler: ast.Call) -> bool:

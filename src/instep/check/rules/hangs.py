@@ -205,17 +205,12 @@ def _needs_every_rank(info: ScriptInfo, call: ast.Call) -> bool:
         engine = info.origins.calls(call.func.value)
         return any(info.script.full_name(c) == "deepspeed.initialize" for c in engine)
     if word == "save_state":
-        sharded = {info.script.call_name(c) for c in info.script.all(ast.Call)} & SHARDING
-        return info.is_accelerator(call.func.value) and (
-            bool(sharded) or "automatic_checkpoint_naming" in _keywords(info)
-        )
+        is_sharded = any(info.script.calls_named(*SHARDING))
+        is_named = any(k.arg == "automatic_checkpoint_naming" for k in info.script.all(ast.keyword))
+        return info.is_accelerator(call.func.value) and (is_sharded or is_named)
     return True
 
 
 def _shards_parameters(info: ScriptInfo, wrap: ast.Call) -> bool:
     full = info.script.full_name(wrap)
     return full.startswith("torch.distributed.fsdp") and full.endswith("FullyShardedDataParallel")
-
-
-def _keywords(info: ScriptInfo) -> set[str | None]:
-    return {given.arg for given in info.script.all(ast.keyword)}

@@ -67,7 +67,8 @@ def _scalings(info: ScriptInfo) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str
     """Each `lr * world_size`: the place, the rate that is scaled, the name that gets it."""
     for changed in info.script.all(ast.AugAssign):
         name = info.script.dotted_name(changed.target)
-        if isinstance(changed.op, ast.Mult) and _is_rate(name) and _has_size(info, changed.value):
+        is_scaled = isinstance(changed.op, ast.Mult) and info.ranks.has_world_size(changed.value)
+        if is_scaled and _is_rate(name):
             yield changed, name, name
     for product in info.script.all(ast.BinOp):
         if not isinstance(product.op, ast.Mult):
@@ -89,10 +90,6 @@ def _target(info: ScriptInfo, product: ast.BinOp) -> str:
 
 def _is_rate(name: str) -> bool:
     return bool(split_words(name.split(".")[-1]) & {"lr"}) or name.endswith("learning_rate")
-
-
-def _has_size(info: ScriptInfo, node: ast.expr) -> bool:
-    return any(info.ranks.is_world_size(inner) for inner in ast.walk(node))
 
 
 @rule("INS402", Severity.WARNING, "BatchNorm sees only a small batch per rank.")

@@ -85,8 +85,8 @@ def _write_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
             torch.save(net.state_dict(), "checkpoint.pt")
     ```
     """
-    if _main_process_hidden(info):
-        return
+    if info.script.imported_roots & {"pytorch_lightning", "lightning", "ignite"}:
+        return  # they choose the process that writes by themselves
     seen: set[tuple[Function | None, str]] = set()
     for call, path in _writes(info):
         function = info.script.function_of(call)
@@ -109,11 +109,6 @@ def _write_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
             else "from N = 2 on, the processes write over each other",
             f"if {info.ranks.on_rank_0}:\n    {text}",
         )
-
-
-def _main_process_hidden(info: ScriptInfo) -> bool:
-    """Lightning and Ignite choose the process that writes by themselves."""
-    return bool(info.script.imported_roots & {"pytorch_lightning", "lightning", "ignite"})
 
 
 def _is_excluded(info: ScriptInfo, call: ast.Call) -> bool:

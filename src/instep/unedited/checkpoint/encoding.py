@@ -83,15 +83,16 @@ class _Encoding:
                 entries.update(some)
             except CannotSaveScriptError:
                 self._now.truncate(count)
-        deleted = {p: [n for n in names if n not in self._scope(p)] for p, names in known.items()}
+        present = {scope.prefix: scope.variables for scope in reversed(self._now.scopes)}
+        deleted = {
+            prefix: [name for name in names if name not in present.get(prefix, {})]
+            for prefix, names in known.items()
+        }
         return {
             "objects": entries,
             "variables": variables,
             "deleted": {prefix: names for prefix, names in deleted.items() if names},
         }
-
-    def _scope(self, prefix: str) -> dict[str, Any]:
-        return next((s.variables for s in self._now.scopes if s.prefix == prefix), {})
 
     def _encode_all(self, values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         found = {}

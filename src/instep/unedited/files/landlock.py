@@ -42,7 +42,9 @@ def restrict_writes(directories: Iterable[str]) -> None:
     Directories that do not exist are skipped; files that are open stay open. Raises OSError if
     the kernel refuses.
     """
-    rights = _rights(version())
+    supported = version()
+    rights = _WRITE_FILE | _MAKE_AND_REMOVE
+    rights |= (_REFER if supported >= 2 else 0) | (_TRUNCATE if supported >= 3 else 0)
     wanted = _Ruleset(rights)
     ruleset = _call(_CREATE_RULESET, ctypes.byref(wanted), ctypes.sizeof(wanted), 0)
     try:
@@ -52,12 +54,6 @@ def restrict_writes(directories: Iterable[str]) -> None:
         _call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
-
-
-def _rights(supported: int) -> int:
-    """Writing files, and making and removing directory entries, as far as the version has them."""
-    rights = _WRITE_FILE | _MAKE_AND_REMOVE
-    return rights | (_REFER if supported >= 2 else 0) | (_TRUNCATE if supported >= 3 else 0)
 
 
 def _allow(ruleset: int, directory: str, rights: int) -> None:

@@ -13,8 +13,6 @@ from instep.errors import VerificationError
 from instep.unedited.files.layers import copy, is_directory
 from instep.unedited.files.paths import private_directories
 
-Identity = tuple[int, ...]
-
 
 class FileCopies:
     """Keeps what was at each path that is about to change.
@@ -79,7 +77,8 @@ class FileCopies:
                     (os.rmdir if is_directory(path) else os.unlink)(path)
         directories = []
         for path, before in sorted(self._kept.items()):
-            if before is None or _identity(path) == _identity_of(before):
+            now = _status(path)
+            if before is None or (now and _identity(now) == _identity(before)):
                 continue
             try:
                 if stat.S_ISDIR(before.st_mode):
@@ -97,7 +96,10 @@ class FileCopies:
         kept = self._copies[path]
         if is_directory(path):
             os.rmdir(path)
-        if _is_same_file(path, before):  # other names of the file get its content too
+        now = _status(path)
+        if (
+            now and stat.S_ISREG(now.st_mode) and os.path.samestat(now, before)
+        ):  # other names of the file get its content too
             with suppress(PermissionError):
                 os.chmod(path, stat.S_IMODE(before.st_mode) | stat.S_IWUSR)
             with open(kept, "rb") as source, open(path, "r+b") as target:
@@ -125,7 +127,7 @@ class FileCopies:
         return f"{path}/".startswith(self._left_out) or "/__pycache__" in path
 
 
-def _identity_of(status: os.stat_result) -> Identity:
+def _identity(status: os.stat_result) -> tuple[int, ...]:
     """What no change of a file leaves as it is; of a directory, what is its own."""
     own = (status.st_dev, status.st_ino, status.st_mode, status.st_uid, status.st_gid)
     if stat.S_ISDIR(status.st_mode):
@@ -133,19 +135,11 @@ def _identity_of(status: os.stat_result) -> Identity:
     return (*own, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _identity(path: str) -> Identity | None:
+def _status(path: str) -> os.stat_result | None:
     try:
-        return _identity_of(os.lstat(path))
+        return os.lstat(path)
     except OSError:
         return None
-
-
-def _is_same_file(path: str, before: os.stat_result) -> bool:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and os.path.samestat(status, before)
 
 
 def _make_directory(path: str) -> None:

@@ -138,17 +138,14 @@ def _in_half_precision(output: object) -> bool:
 
 def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> ModuleCall:
     replica = forward_calls.current()
-    block = replica.block if replica is not None else _block(inputs)
+    blocks = map(find_block, inputs) if replica is None else [replica.block]
+    block = next((each for each in blocks if each is not None), None)
     batch = next((tensor for tensor in inputs if tensor.dim()), None)
     if batch is None or (block is not None and block.count == 0):
         return ModuleCall(0, (), own or 0, block, drew, half, replica)
     dimension = _sample_dimension(batch, inputs, block)
     rows, samples = hash_rows(batch.movedim(dimension, 0)), batch.shape[dimension]
     return ModuleCall(samples, rows, samples if own is None else own, block, drew, half, replica)
-
-
-def _block(inputs: list[Tensor]) -> Block | None:
-    return next((block for block in map(find_block, inputs) if block is not None), None)
 
 
 def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) -> int:

@@ -46,7 +46,11 @@ def _mismatch(parts: Mapping[str, Sequence[Any]], transport: Transport) -> str |
     by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
         first = by_rank[0][k]
-        others = [rank for rank, theirs in enumerate(by_rank) if not _all_match(theirs[k], first)]
+        others = [
+            rank
+            for rank, theirs in enumerate(by_rank)
+            if len(theirs[k]) != len(first) or not all(map(_Summary.matches, theirs[k], first))
+        ]
         if others:
             return (
                 f"{what} not the same on rank {others[0]} as on rank 0 "
@@ -82,10 +86,6 @@ class _Summary:
             abs(mine - theirs) <= limit
             for mine, theirs in zip(self.projections, other.projections, strict=True)
         )
-
-
-def _all_match(left: Sequence[_Summary], right: Sequence[_Summary]) -> bool:
-    return len(left) == len(right) and all(map(_Summary.matches, left, right))
 
 
 def _summary(value: Any) -> _Summary:

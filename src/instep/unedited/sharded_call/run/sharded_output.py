@@ -99,7 +99,9 @@ class ShardedOutput(Tensor):
             return self._full_in_thread()
         changed = self.changed_rows()
         with torch.set_grad_enabled(self.requires_grad):
-            if changed is not None and (self.full is None or not _share_memory(changed, self.full)):
+            if changed is not None and (
+                self.full is None or changed.data_ptr() != self.full.data_ptr()
+            ):
                 self.full = changed.view(self.shape)
             elif self.full is None:
                 self.full = apply(_FullTensor, self)
@@ -223,10 +225,6 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
     if output.local.is_contiguous():  # else plain Python has a copy
         reshaped.fulls = output.fulls
     return reshaped
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
 
 
 def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None]) -> Any:

@@ -71,7 +71,9 @@ def time_run(
     """
     tuner.begin()
     step = tuner.step
-    if _is_in_sequence(step) and tuner.skipped < _MAX_SKIPPED:
+    # After a step that ended by its number of calls the next one waits for a backward().
+    is_in_sequence = step is not None and step.backwards == _backwards
+    if is_in_sequence and tuner.skipped < _MAX_SKIPPED:
         tuner.skipped += 1
         return run(tuner.is_sharded), tuner.is_sharded
     tuner.skipped = 0
@@ -97,11 +99,6 @@ def time_run(
         step.backwards = _backwards
         _close(step)
     return output, step.is_sharded
-
-
-def _is_in_sequence(step: TimedStep | None) -> bool:
-    """Whether there was no backward() yet since this step, which ended by its number of calls."""
-    return step is not None and step.backwards == _backwards
 
 
 def start_backward() -> float | None:
