@@ -6,6 +6,8 @@ Begin with `settings` (every INSTEP_* variable) and `patching` (functions that a
 
 import os
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 """Where instep's own files are, with a separator at its end."""
@@ -23,6 +25,13 @@ def is_stdlib(file: str) -> bool:
 def is_installed(file: str) -> bool:
     """Whether a file of Python code belongs to an installed package."""
     return not _INSTALLED.isdisjoint(file.split(os.sep))
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame, that of its caller, and so on to the outermost."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def print_line(text: object) -> None:

@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from types import FrameType
 from typing import Any
 
+from instep.process import frames_from
 from instep.process.patching import Function, patches
 from instep.unedited import launcher_env
 
@@ -110,16 +110,12 @@ def _called_by_instep() -> bool:
 
     Not torch.distributed.checkpoint: it saves for the script, as in one process.
     """
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and _module(frame).startswith("importlib."):
-        frame = frame.f_back
-    if frame is None or _module(frame).startswith("torch.distributed.checkpoint."):
-        return False
-    return _module(frame).startswith(("instep.", "torch.distributed."))
-
-
-def _module(frame: FrameType) -> str:
-    return f"{frame.f_globals.get('__name__', '')}."
+    for frame in frames_from(sys._getframe(3)):
+        module = f"{frame.f_globals.get('__name__', '')}."
+        if not module.startswith("importlib."):
+            is_own = module.startswith(("instep.", "torch.distributed."))
+            return is_own and not module.startswith("torch.distributed.checkpoint.")
+    return False
 
 
 def init_process_group(original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,14 @@ from types import FrameType
 from typing import Any, Protocol
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
-from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib, patching, settings
+from instep.process import (
+    PACKAGE_FOLDER,
+    frames_from,
+    is_installed,
+    is_stdlib,
+    patching,
+    settings,
+)
 from instep.process.import_hooks import after_import
 from instep.process.patching import Function, patches
 
@@ -108,13 +115,10 @@ def random_bits(original: Function, k: int) -> int:
 
 def _importing() -> str:
     """The innermost module that is being imported; "" if none is."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            spec = frame.f_globals.get("__spec__")
-            if getattr(spec, "_initializing", False):
-                return str(frame.f_globals["__name__"])
-        frame = frame.f_back
+    for frame in frames_from(sys._getframe(1)):
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+            return str(frame.f_globals["__name__"])
     return ""
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from types import FrameType
 from typing import Any, TypeVar
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
+from instep.process import frames_from
 from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.compare.side_effects import PendingWarning, defer_warning
@@ -216,11 +216,11 @@ def show_warning(
 
 def _registry_of(filename: str) -> dict[Any, Any]:
     """Where Python has noted a warning of this file that is being shown."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != filename:
-        frame = frame.f_back
-    found: dict[Any, Any] = frame.f_globals.get("__warningregistry__", {}) if frame else {}
-    return found
+    for frame in frames_from(sys._getframe(1)):
+        if frame.f_code.co_filename == filename:
+            found: dict[Any, Any] = frame.f_globals.get("__warningregistry__", {})
+            return found
+    return {}
 
 
 STREAM_PATCHES = patches(

@@ -17,7 +17,7 @@ from typing import Any
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
 from instep.distributed.numbers import each_on_any_rank
-from instep.process import print_line
+from instep.process import frames_from, print_line
 from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
@@ -75,12 +75,11 @@ class LoopIterations:
         return _Loop(self._folder / f"loop-{self._entered}", line, self._files, self._flag)
 
     def _is_in_loop(self, frame: types.FrameType | None) -> bool:
-        while frame is not None:
-            for code, line, last_line in self._lines:
-                if frame.f_code is code and line <= (frame.f_lineno or 0) <= last_line:
-                    return True
-            frame = frame.f_back
-        return False
+        return any(
+            each.f_code is code and line <= (each.f_lineno or 0) <= last_line
+            for each in frames_from(frame)
+            for code, line, last_line in self._lines
+        )
 
 
 class _ForIterations:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from instep.process import frames_from
 from instep.unedited.checkpoint.kinds import Kind, digest_of, form_of, is_plain, kind_of, slots_of
 from instep.unedited.sharded_call.plan.object_graph import is_of_script
 
@@ -103,14 +104,12 @@ def find_scopes(frame: types.FrameType) -> list[VariableScope]:
     They are the functions that have called it, and the script's modules.
     """
     functions: list[VariableScope] = []
-    caller: types.FrameType | None = frame
-    while caller is not None:
+    for caller in frames_from(frame):
         names = caller.f_locals
         if names is not caller.f_globals and _is_script(caller.f_globals):
             depth = sum(scope.frame.f_code is caller.f_code for scope in functions if scope.frame)
             name = f"{caller.f_code.co_name}{f' {depth}' * bool(depth)}: "
             functions.append(VariableScope(name, names, caller))
-        caller = caller.f_back
     functions.reverse()
     main = [VariableScope("", sys.modules["__main__"].__dict__)]
     others = sorted(

@@ -13,10 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
-from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
+from instep.process import PACKAGE_FOLDER, frames_from, is_installed, is_stdlib
 from instep.process.patching import Function
 from instep.process.torch_private import end_loader_workers
 from instep.unedited.errors import UneditedError
@@ -248,12 +247,10 @@ def _called_by_library() -> bool:
 
     Python's own modules (os, pty, shutil, concurrent.futures) start commands for their callers.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(2)):
         file = frame.f_code.co_filename
         if not file.startswith(PACKAGE_FOLDER) and not is_stdlib(file):
             return is_installed(file)
-        frame = frame.f_back
     return False
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Transport
 from instep.distributed.numbers import on_any_rank
 from instep.training.blocks import Block
 from instep.training.pytree import flatten, leaves_of
@@ -123,10 +121,13 @@ def _find_difference(
     leaves = [_with_other_values(leaf, dim, of_rows, generator) for leaf, dim in pairs]
     if all(leaf is own for leaf, own in zip(leaves, call.leaves, strict=True)):
         return None
-    probe = partial(_probe, call.with_leaves(leaves), reference, plan, group)
+    other = call.with_leaves(leaves)
     with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
-        on_accelerator = call.is_on_accelerator
-        found, _ = attempt(probe, group.transport, checks_indices=on_accelerator)
+        found, _ = attempt(
+            lambda checked: _probe(other, reference, plan, replace(group, transport=checked)),
+            group.transport,
+            checks_indices=call.is_on_accelerator,
+        )
         if on_any_rank(found is None or is_other(), group.transport):
             return None
     if on_any_rank(found == _SHAPES, group.transport):
@@ -135,11 +136,7 @@ def _find_difference(
 
 
 def _probe(
-    call: BoundCall,
-    reference: Reference,
-    plan: ShardingPlan,
-    group: ShardGroup,
-    transport: Transport,
+    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
 ) -> str | None:
     """Say in what outputs differ by more than rounding; None if none of them is finite.
 
@@ -148,7 +145,6 @@ def _probe(
     reference.before.restore()
     wholes, structure = flatten(run_whole(call))
     reference.before.restore()
-    group = replace(group, transport=transport)
     region, local, local_structure = run_planned(call, plan, group)
     if structure != local_structure:
         raise ShardedCallError("its outputs have another structure for a part of the batch")
@@ -163,7 +159,7 @@ def _probe(
         for _, parts, how, whole in outputs
         for part, block in zip(parts, region.blocks, strict=True)
     )
-    if on_any_rank(has_other_shapes or not fit, transport):
+    if on_any_rank(has_other_shapes or not fit, group.transport):
         return _SHAPES
     errors, limits = {}, {}
     for k, parts, how, whole in outputs:

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -133,14 +134,10 @@ def _set_or_delete(owner: Any, name: str, value: Any) -> None:
 def _is_same(now: Any, kept: Any) -> bool:
     """Whether these contents are the same objects."""
     if isinstance(now, dict):
-        return list(now) == list(kept) and all(map(_is, now.values(), kept.values()))
+        return list(now) == list(kept) and all(map(is_, now.values(), kept.values()))
     if isinstance(now, list):
-        return len(now) == len(kept) and all(map(_is, now, kept))
+        return len(now) == len(kept) and all(map(is_, now, kept))
     return isinstance(now, str | bytes | set) and bool(now == kept)
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
 
 
 def is_empty_cell(cell: types.CellType) -> bool:
