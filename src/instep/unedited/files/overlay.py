@@ -191,38 +191,30 @@ class OverlayFiles(PathResolver):
         layer = self._rank_layer
         return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
-    @bypass_overlay()
-    @retry_if_changed
     def unlink(self, path: StrOrBytesPath) -> bool:
-        with script_paths_in_errors(path):
-            resolved = self.resolve_parents(path)
-            if self.is_private(resolved):
-                return False
-            if is_directory(self._existing(resolved, path)):
-                raise path_error(errno.EISDIR, path)
-            self._remove(resolved, path)
-            return True
+        return self._remove(path, is_rmdir=False)
+
+    def rmdir(self, path: StrOrBytesPath) -> bool:
+        return self._remove(path, is_rmdir=True)
 
     @bypass_overlay()
     @retry_if_changed
-    def rmdir(self, path: StrOrBytesPath) -> bool:
+    def _remove(self, path: StrOrBytesPath, *, is_rmdir: bool) -> bool:
         with script_paths_in_errors(path):
             resolved = self.resolve_parents(path)
             if self.is_private(resolved):
                 return False
-            if not is_directory(self._existing(resolved, path)):
-                raise path_error(errno.ENOTDIR, path)
-            if self.names(resolved):
+            if is_directory(self._existing(resolved, path)) != is_rmdir:
+                raise path_error(errno.ENOTDIR if is_rmdir else errno.EISDIR, path)
+            if is_rmdir and self.names(resolved):
                 raise path_error(errno.ENOTEMPTY, path)
-            self._remove(resolved, path)
-            self.open_directories.rename(resolved, None)
+            self._check_parent(resolved, path)
+            self.changed = resolved
+            self._rank_layer.remove(resolved)
+            self.clear_links()
+            if is_rmdir:
+                self.open_directories.rename(resolved, None)
             return True
-
-    def _remove(self, resolved: str, path: StrOrBytesPath) -> None:
-        self._check_parent(resolved, path)
-        self.changed = resolved
-        self._rank_layer.remove(resolved)
-        self.clear_links()
 
     def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
         with script_paths_in_errors(source, target), bypass_overlay():
