@@ -183,9 +183,9 @@ class Script:
         """Calls of imported things, by full name, in the order of the text."""
         return (call for call in self.all(ast.Call) if self.full_name(call) in full_names)
 
-    def calls_named(self, *split_words: str) -> Iterator[ast.Call]:
+    def calls_named(self, *words: str) -> Iterator[ast.Call]:
         """Calls of anything whose last word is one of these."""
-        return (call for call in self.all(ast.Call) if self.call_name(call) in split_words)
+        return (call for call in self.all(ast.Call) if self.call_name(call) in words)
 
     def source(self, node: ast.AST) -> str:
         """The expression as text, on one line."""

@@ -192,12 +192,12 @@ def _checkpoint_without_optimizer(info: ScriptInfo) -> Iterator[Hit]:
             )
 
 
-def _state_is_saved(info: ScriptInfo, *split_words: str) -> bool:
+def _state_is_saved(info: ScriptInfo, *words: str) -> bool:
     """Whether `x.state_dict()` is called anywhere, for an x with one of these words."""
     return any(
         word in info.script.source(call.func).lower()
         for call in info.script.calls_named("state_dict")
-        for word in split_words
+        for word in words
     )
 
 

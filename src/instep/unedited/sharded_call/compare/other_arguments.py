@@ -161,23 +161,25 @@ def _probe(
     )
     if on_any_rank(has_other_shapes or not fit, group.transport):
         return _SHAPES
-    errors, limits = {}, {}
+    errors = {}
     for k, parts, how, whole in outputs:
         joined = as_plain(join_output(detached(parts), how, region))
         if whole.is_floating_point() and (error := _finite_error(joined, whole)) is not None:
             errors[k] = error
-            limits[k] = max(_LEAST_ERROR, 10 * output_tolerance(whole))
     if not errors:
         return None
-    far = [k for k, error in errors.items() if error > limits[k]]
+    far = {
+        k: error
+        for k, error in errors.items()
+        if error > max(_LEAST_ERROR, 10 * output_tolerance(wholes[k]))
+    }
     for seed in range(PERTURBATIONS if far else 0):
         reference.before.restore()
         with perturbed(call.module, seed):
             again = leaves_of(run_whole(call))
-        for k in far:
-            noise = _finite_error(again[k], wholes[k]) or 0.0
-            limits[k] = max(limits[k], NOISE_FACTOR * noise)
-    return _COUPLED if any(errors[k] > limits[k] for k in far) else ""
+        noises = {k: _finite_error(again[k], wholes[k]) or 0.0 for k in far}
+        far = {k: error for k, error in far.items() if error > NOISE_FACTOR * noises[k]}
+    return _COUPLED if far else ""
 
 
 def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:

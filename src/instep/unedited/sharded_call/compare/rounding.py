@@ -6,7 +6,8 @@ comparison fails narrowly, the tolerance is widened by how far a call is from it
 parameters are one rounding error away (`perturbed`). Another reason are sums of many terms: in a
 low precision, or where the terms cancel, as in the gradient of a bias in front of a batch
 normalisation. Parameters one rounding error away leave the order of a sum as it is, and what it
-rounds, so there the tolerance is widened by how far a gradient is from a sum of two
+rounds. So there the gradient is computed anew as the sum of two, each through one half of the
+outputs' elements, and the tolerance is widened by the difference
 (`VectorJacobianProducts.sum_errors`).
 """
 
@@ -39,7 +40,7 @@ MAX_GRADIENT_ERROR = 1e-1
 MAX_HALF_ERROR = 0.5
 """The same in half precision for a call that is the same in full precision."""
 SUM_FACTOR = 2.0
-"""A gradient may be this many times as far off as the whole call's is from a sum of two."""
+"""A gradient may be this many times as far off as `VectorJacobianProducts.sum_errors` says."""
 _SMALL = 1e-2
 """Of the norm of all gradients: smaller ones are measured by this."""
 
@@ -245,8 +246,8 @@ class VectorJacobianProducts:
         return cls(tuple(each for each in (of_others, of_scalars) if each), targets)
 
     def sum_errors(self, outputs: Sequence[Any], expected: Products) -> list[float]:
-        """How far each gradient is from the sum of those through one half of the outputs' elements
-        and through the other. By rounding alone; empty where the backward is not linear."""
+        """How far each gradient is from the sum of the one through half of the outputs' elements
+        and the one through the others. That is rounding; empty where the backward is not linear."""
         if not self._is_linear(outputs, expected):
             return []
         found = []

@@ -74,7 +74,7 @@ class Tolerances:
         self.needs_noise = False
         """Whether a sharded call was so near that the noise may be what separates them."""
         self._sum_errors: list[float] | None = None
-        """How far each gradient is from a sum of two, once that is measured; empty: not known."""
+        """See `VectorJacobianProducts.sum_errors`; None: not measured; empty: not known."""
         self.needs_sums = False
         """Whether it has not been measured and may be what separates gradients."""
         self.flips = False
