@@ -6,10 +6,11 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1)
@@ -98,22 +99,34 @@ def _ignore_handled(number: int, frame: FrameType | None) -> None:
     """Do nothing: the signal is in the queue through the wakeup file descriptor."""
 
 
-@contextmanager
-def exit_on_signal() -> Iterator[None]:
+def exit_on_signal() -> AbstractContextManager[None]:
     """Inside, a termination signal raises SystemExit with the code that a shell would report, so
     that started processes are ended and temporary files are removed.
 
     A signal that was ignored stays ignored. Enter it in the main thread.
     """
+    return _handled_by(_leave)
+
+
+def ignored_signals() -> AbstractContextManager[None]:
+    """Inside, no termination signal is heeded. Does nothing in another thread than the main one."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return _handled_by(signal.SIG_IGN) if is_main else nullcontext()
+
+
+@contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
+) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+    for number in before:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in before:
+            signal.signal(number, before[number])
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from instep.process.patching import Function
@@ -96,18 +97,12 @@ class DirEntry(os.PathLike[Any]):
         return self.stat(follow_symlinks=False).st_ino
 
 
-class _ScandirIterator:
+class _ScandirIterator(Iterator[Any], AbstractContextManager[Any]):
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._entries
-
     def __next__(self) -> Any:
         return next(self._entries)
-
-    def __enter__(self) -> _ScandirIterator:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

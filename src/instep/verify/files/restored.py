@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import VerificationError
-from instep.launch.signals import TERMINATION_SIGNALS
+from instep.launch.signals import ignored_signals
 from instep.verify.files.file_calls import FileCall, receive, send_response
 from instep.verify.files.file_copies import FileCopies
 
@@ -59,26 +58,12 @@ def put_back(folder: Path) -> Iterator[Start]:
     try:
         yield start
     finally:
-        with _ignored_signals():
+        with ignored_signals():
             for watch in watches:
                 watch.end()
             kept.restore()
         for watch in watches:
             watch.check()
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """Inside, no signal to end this process is heeded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in TERMINATION_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Watch:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -249,14 +250,9 @@ def _retain_grad(output: ShardedOutput) -> None:
     output.retains_own_grad = True
 
     def keep(grad: Tensor) -> None:
-        before = _get_grad(output)
-        _set_grad(output, grad if before is None else before + grad)
+        output.own_grad = grad if output.own_grad is None else output.own_grad + grad
 
     _register_hook(output, keep)
-
-
-def _get_grad(output: ShardedOutput) -> Tensor | None:
-    return output.own_grad
 
 
 def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
@@ -291,7 +287,7 @@ _GRAD: Any = Tensor.grad
 _OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_grad,
-    _GRAD.__get__: _get_grad,
+    _GRAD.__get__: attrgetter("own_grad"),
     _GRAD.__set__: _set_grad,
 }
 
