@@ -99,6 +99,8 @@ _PARTS_OF_TORCH = (
     *("torch.accelerator", "torch.profiler", "torch.autograd", "torch._C", "torch.utils.hooks"),
     *sorted({f"torch.{row.name}" for row in ACCELERATORS}),
 )
+_WITH_POSITION = ("builtins", "itertools", "torch.utils.data.dataloader")
+"""The modules whose iterators are saved by their position, or refused."""
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
 
 
@@ -130,16 +132,10 @@ def kind_of(value: Any) -> Kind:
     return Kind.INSTANCE if is_instance else Kind.END
 
 
-_WITH_POSITION = ("builtins", "itertools", "torch.utils.data.dataloader")
-
-
 def _is_of_library(cls: type) -> bool:
     module = cls.__module__
-    if issubclass(cls, nn.Module):
-        return False
-    if module == "torch.utils.data.dataloader":
-        return False
-    return module.partition(".")[0] in _LIBRARIES or module.startswith(_PARTS_OF_TORCH)
+    is_of_some = module.partition(".")[0] in _LIBRARIES or module.startswith(_PARTS_OF_TORCH)
+    return is_of_some and not issubclass(cls, nn.Module)
 
 
 # ------------------------------------------------------------------------------ what is in it

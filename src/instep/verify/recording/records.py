@@ -50,7 +50,6 @@ class RunPlan:
     after each state that is put in place; 0: none."""
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
-
     bits: bool = False
     """Whether digests of all that is computed are recorded, and nothing else."""
 

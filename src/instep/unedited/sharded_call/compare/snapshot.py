@@ -83,7 +83,6 @@ class Snapshot:
                 for what, parameters in _parameters_of(module).items()
             },
         }
-
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""
 

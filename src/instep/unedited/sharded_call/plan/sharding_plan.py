@@ -66,7 +66,6 @@ class ShardingPlan:
     """Its parameters in lists and objects, if its forward uses some from there."""
     kept: tuple[AttributePlace, ...] = ()
     """The attributes that its forward sets to tensors, which are joined as outputs are."""
-
     sums_without_rows: frozenset[tuple[str, int, int]] | None = None
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,
     since what they add up has no rows. None: all go over this rank's rows."""

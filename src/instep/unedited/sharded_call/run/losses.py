@@ -33,7 +33,6 @@ NAMES = (
     *("margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss"),
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
-
 """The losses of torch.nn.functional that add up over rows and divide by what they added up."""
 
 
