@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from instep.unedited.sharded_call.shards.batch_sums import (
+    Place,
     RowSums,
-    SumLengths,
+    noted_lengths,
     over_all_rows,
     replaced_sums,
 )
@@ -48,18 +49,19 @@ def test_a_mean_over_no_rows_of_this_rank_is_that_of_the_others() -> None:
 
 def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> None:
     before = torch.sum, torch.mean, vars(Tensor).get("sum")
-    noted, x = SumLengths(), torch.ones(3)
+    noted: dict[Place, set[int]] = {}
+    x = torch.ones(3)
     library: dict[str, Any] = {"__name__": "torch.nn.functional"}
     exec("def add_up(x): return x.sum()", library)
-    with noted.noted():
+    with noted_lengths(noted):
         library["add_up"](x)
         thread = threading.Thread(target=lambda: x.sum())
         thread.start()
         thread.join()
-        assert not noted.found
+        assert not noted
         x.sum()
     x.sum()
-    assert [*noted.found.values()] == [{3}]
+    assert [*noted.values()] == [{3}]
     assert before == (torch.sum, torch.mean, vars(Tensor).get("sum"))
 
 
@@ -68,12 +70,13 @@ def test_what_is_as_long_as_in_the_whole_forward_has_no_rows() -> None:
         """A sum of rows, one of features, and one of either."""
         return [x.sum(), x.mean(0).sum(), *(each.sum() for each in (x, x[0]))]
 
-    x, noted = torch.arange(12.0).view(4, 3), SumLengths()
-    with noted.noted():
+    noted: dict[Place, set[int]] = {}
+    x = torch.arange(12.0).view(4, 3)
+    with noted_lengths(noted):
         whole = forward(x)
-    lengths = {tuple(sorted(each)) for each in noted.found.values()}
+    lengths = {tuple(sorted(each)) for each in noted.values()}
     assert lengths == {(4,), (3,), (3, 4)}
-    trial = RowSums(noted.found)
+    trial = RowSums(noted)
     with replaced_sums(over_all_rows(twice, trial)):
         found = forward(x[:2])
     rows = x[:2]
@@ -81,7 +84,7 @@ def test_what_is_as_long_as_in_the_whole_forward_has_no_rows() -> None:
     torch.testing.assert_close(found, expected)
     assert len(whole) == len(found)
     assert trial.without_rows is None  # of one place some had rows
-    one = {place: each for place, each in noted.found.items() if each == {3}}
+    one = {place: each for place, each in noted.items() if each == {3}}
     known = RowSums(None, one)
     assert known.without_rows == frozenset(one)
     with replaced_sums(over_all_rows(twice, known)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -39,8 +40,8 @@ from instep.unedited.data.row_loading import (
     LoadPlan,
     RowBatchSampler,
     RowDataset,
-    WorkerInit,
     in_main_thread,
+    init_worker,
     no_collate,
 )
 
@@ -91,7 +92,7 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
         collate_fn=no_collate,
     )
     if loader.num_workers:
-        row_loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+        row_loader.worker_init_fn = partial(init_worker, loader.worker_init_fn)
     batches = original(row_loader)
     if loader.persistent_workers:
         loader._iterator = batches

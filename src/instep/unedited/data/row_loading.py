@@ -308,20 +308,15 @@ def _seed_stream(*parts: object) -> None:
         seed_all(derive_seed(*parts))
 
 
-class WorkerInit:
-    """Calls the user's worker_init_fn, which sees the user's dataset."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        """Called by torch in worker number `worker`, before it loads anything."""
-        info = get_worker_info()
-        assert info is not None
-        assert isinstance(info.dataset, RowDataset)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch freezes the attribute
-        if self._init is not None:
-            self._init(worker)
+def init_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Called by torch in worker number `worker`, before it loads anything: call the user's
+    worker_init_fn, which sees the user's dataset."""
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, RowDataset)
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # torch freezes the attribute
+    if init is not None:
+        init(worker)
 
 
 def no_collate(loaded: Any) -> Any:

@@ -32,7 +32,7 @@ from instep.unedited.sharded_call.run.argument_writes import (
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
-from instep.unedited.sharded_call.shards.batch_sums import SumLengths
+from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
@@ -48,8 +48,10 @@ class Reference:
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
         compiles = is_compiled(call.parts)
-        sums = SumLengths()
-        with observed() as effects, nullcontext() if compiles else sums.noted():
+        self.sum_lengths: dict[Place, set[int]] = {}
+        """Of the tensors of which it computes sums and means, by functions that are no losses."""
+        noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
+        with observed() as effects, noted:
             self._value = call.run_whole()
         self._side_effect = None if compiles else effects.first
         """What it does that cannot be undone."""
@@ -76,8 +78,6 @@ class Reference:
         self._keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""
         self.changes_attributes = self.before.has_other_values(self.after)
-        self.sum_lengths = sums.found
-        """Of the tensors of which it computes sums and means, by functions that are no losses."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.draws_outside_torch = self.before.draws_outside_torch(self.after)

@@ -58,19 +58,11 @@ def _replacement(original: Function, answer: Answer, thread: int) -> Function:
     return replacement
 
 
-class SumLengths:
-    """The lengths of the first dimension of all tensors of which a whole forward computes a sum or
-    mean over this dimension, by place."""
+def noted_lengths(found: dict[Place, set[int]]) -> AbstractContextManager[None]:
+    """Inside, `found` gets the lengths of the first dimension of all tensors of which a whole
+    forward computes a sum or mean over this dimension, by place."""
 
-    def __init__(self) -> None:
-        self.found: dict[Place, set[int]] = {}
-
-    def noted(self) -> AbstractContextManager[None]:
-        """Inside, they are noted."""
-        return replaced_sums(self._answer)
-
-    def _answer(
-        self,
+    def answer(
         place: Place,
         original: Function,
         tensor: Tensor,
@@ -78,8 +70,10 @@ class SumLengths:
         kwargs: dict[str, Any],
     ) -> Any:
         if _is_over_first_dim(tensor, args, kwargs):
-            self.found.setdefault(place, set()).add(len(tensor))
+            found.setdefault(place, set()).add(len(tensor))
         return original(tensor, *args, **kwargs)
+
+    return replaced_sums(answer)
 
 
 class RowSums:
