@@ -10,8 +10,8 @@ from __future__ import annotations
 import dis
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
@@ -84,13 +84,37 @@ class ForwardTrace:
     @property
     def is_new(self) -> bool:
         """Whether no compared call has taken one of its branches, or has read what it read."""
-        codes = self._codes
         is_full = len(self._readings) >= _MAX_READINGS
         has_read_anew = not self._readings.issuperset(map(tuple, self.readings))
-        return (has_read_anew and not is_full) or any(
-            (branches := codes[code]) is not None and not branches.left.isdisjoint(reached)
+        return (has_read_anew and not is_full) or self._has_new_branch({})
+
+    def _has_new_branch(self, earlier: Mapping[CodeType, set[int]]) -> bool:
+        """Whether a branch was taken that no compared call has taken, and that is not among these
+        `earlier` ones."""
+        return any(
+            (branches := self._codes[code]) is not None
+            and not (reached - earlier.get(code, set())).isdisjoint(branches.left)
             for code, reached in self._reached.items()
         )
+
+    @contextmanager
+    def probing(self) -> Iterator[Callable[[], bool]]:
+        """Inside, forwards are traced that do not count; yields whether they have taken branches
+        or read what those before, since the trace began, have not."""
+        reached = {code: set(places) for code, places in self._reached.items()}
+        count = len(self.readings)
+        known = {*self._readings, *map(tuple, self.readings)}
+
+        def is_other() -> bool:
+            has_read_anew = not known.issuperset(map(tuple, self.readings[count:]))
+            return has_read_anew or self._has_new_branch(reached)
+
+        try:
+            yield is_other
+        finally:
+            del self.readings[count:]
+            for code, places in self._reached.items():
+                places.intersection_update(reached.get(code, ()))
 
     def learn(self) -> None:
         """Remember that with this control flow the sharded call is the same."""
@@ -141,31 +165,9 @@ def begin_forward() -> None:
         _current.readings.append([])
 
 
-@contextmanager
-def probe_flow() -> Iterator[Callable[[], bool]]:
-    """Inside, forwards are traced that do not count; yields whether they have taken branches or
-    read what those before, since the trace began, have not."""
-    trace = _current
-    if trace is None:
-        yield lambda: False
-        return
-    reached = {code: set(places) for code, places in trace._reached.items()}
-    count = len(trace.readings)
-    known = {*trace._readings, *map(tuple, trace.readings)}
-
-    def is_other() -> bool:
-        return not known.issuperset(map(tuple, trace.readings[count:])) or any(
-            (branches := trace._codes[code]) is not None
-            and not (places - reached.get(code, set())).isdisjoint(branches.left)
-            for code, places in trace._reached.items()
-        )
-
-    try:
-        yield is_other
-    finally:
-        del trace.readings[count:]
-        for code, places in trace._reached.items():
-            places.intersection_update(reached.get(code, ()))
+def probe_flow() -> AbstractContextManager[Callable[[], bool]]:
+    """See `ForwardTrace.probing`, of the trace that is under way, if any."""
+    return nullcontext(lambda: False) if _current is None else _current.probing()
 
 
 class _Branches:
