@@ -63,7 +63,6 @@ _HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
 """How far a sharded call was the same as the whole one."""
 NOTHING_RIGHT = (_HAS_RUN, 0)
 """The progress of a sharded call whose first output is not that of the whole one."""
-
 ONLY_GRADIENTS_DIFFER = (_HAS_STATE, 0)
 
 
@@ -165,7 +164,7 @@ class CallComparison:
         self.progress = (_HAS_OUTPUTS, 0)
         if why:
             raise ShardedCallError(why)
-        self.progress = (_HAS_STATE, 0)
+        self.progress = ONLY_GRADIENTS_DIFFER
         plan = self._make_plan(outputs, region)
         tag_outputs(chain(*local), region)
         if not self._tolerances.matches_gradients(_join(local, plan, region)):
