@@ -362,6 +362,13 @@ def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
 
 
+def test_a_notebook_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text('{"cells": [], "nbformat": 4}')
+    assert instep(str(notebook)) == 2
+    assert "it is a notebook; make a script" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_read_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -424,6 +424,8 @@ TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
         (["train.py", "-np", "2"], "-np comes before the script"),
         (["-n", "2", "--pllain", "train.py"], "no option --pllain; did you mean --plain?"),
         (["-n", "2", "--nodes", "2", "train.py"], "did you mean --nnodes?"),
+        (["-n", "2", "--lr", "1", "train.py"], "no option --lr. Options of the script come after"),
+        (["-n", "2", "-c", "print(1)"], "Each rank reads the program from a file: write it into"),
         (["-n", "2", "python", "train.py"], "Leave python out"),
         (["-n", "2", "note.ipynb"], "it is a notebook. Call instep.spawn in it"),
         (["-n", "2", "folder.module"], "If the module is meant, write -m folder.module."),

@@ -37,6 +37,21 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     launch.close()
 
 
+FAILING_CALLS = """
+import torch
+try:
+    open('missing.csv')
+except OSError:
+    try:
+        torch.load('missing.pt')
+    except OSError:
+        try:
+            torch.ones(1).backward()
+        except RuntimeError:
+            torch.nn.Sequential(torch.nn.Linear(2, 3))(torch.ones(2, 4))
+"""
+
+
 def test_the_traceback_of_the_rank_that_failed_stands_last_and_once(launch: Launch) -> None:
     script = launch.script("""
         def step():
@@ -66,6 +81,36 @@ def test_a_traceback_reads_as_under_python(launch: Launch, text: str) -> None:
     alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     result = launch.run("-n", 1, path)
     assert result.stderr == f"instep: rank 0 of 1 failed (exit code 1)\n{alone.stderr}"
+
+
+def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, ("run",))
+    path = tmp_path / "train.py"
+    path.write_text(FAILING_CALLS)
+    alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    result = launch.run("-n", 2, path)
+    launch.close()
+    lines = [line for line in result.stderr.splitlines()[1:] if line.strip(" ^")]
+    assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
+
+
+def test_a_rank_that_leaves_in_a_library_is_named_by_the_line_of_its_script(
+    launch: Launch,
+) -> None:
+    path = launch.folder / "options.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    result = launch.run("-n", 1, path, "--unknown")
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"It left at {path}:2.\n")
+
+
+def test_files_of_output_take_a_path_that_the_locale_cannot_write(launch: Launch) -> None:
+    script = launch.folder / "训练.py"
+    script.write_text("raise ValueError('boo')")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = launch.run("-n", 1, "--output", "logs", script, environ=ascii_only)
+    assert result.stderr.endswith("ValueError: boo\n")
+    assert "ValueError: boo" in (launch.folder / "logs" / "rank0.err").read_text()
 
 
 def test_a_rank_that_fails_because_its_peer_did_is_not_named(launch: Launch) -> None:

@@ -921,6 +921,15 @@ def test_a_failing_rank_is_reported_with_n_and_its_traceback(tmp_path):
 
 
 @launch
+def test_a_script_that_refuses_its_options_is_reported_with_its_words(tmp_path):
+    script = tmp_path / "options.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    told = command("-n", "2", script, "--unknown")
+    assert told.returncode == 2
+    assert "options.py: error: unrecognized arguments: --unknown\ninstep: rank 0" in told.stderr
+
+
+@launch
 def test_a_script_that_asks_a_question_is_told_that_nobody_answers(tmp_path):
     script = tmp_path / "asks.py"
     script.write_text("input('name? ')\n")

@@ -37,6 +37,10 @@ WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments."""
 
 
+_SIMILAR = 0.75
+"""From this ratio of difflib's on, an option is probably a misspelt one of ours."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises CommandLineError, which is printed in one line, instead of printing the usage."""
 
@@ -65,8 +69,14 @@ class _CommandParser(_Parser):
 
 
 def _unknown_option(word: str, known: Iterable[str], command: str) -> CommandLineError:
-    near = get_close_matches(word, [*known], n=1)
+    near = get_close_matches(word, [*known], n=1, cutoff=_SIMILAR)
     hint = f"; did you mean {near[0]}?" if near else "."
+    if not near and command.rpartition(" ")[2] in WITH_PROGRAM:
+        hint += (
+            " Each rank reads the program from a file: write it into one."
+            if word in ("-c", "-")
+            else " Options of the script come after its name."
+        )
     return CommandLineError(f"there is no option {word}{hint} See {command} --help.")
 
 

@@ -49,6 +49,8 @@ class Script:
         """Read a file in the encoding that it declares (PEP 263). Raises OSError too."""
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe waits, and /dev/zero has no end
             raise OSError("it is no ordinary file")
+        if path.endswith(".ipynb"):  # many notebooks would parse as one expression
+            raise OSError("it is a notebook; make a script: jupyter nbconvert --to script")
         with tokenize.open(path) as file:
             return cls(path, file.read())
 

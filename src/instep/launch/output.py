@@ -108,7 +108,7 @@ class FolderOutput:
         for failure in failures:
             path = self._path / f"rank{failure.rank}.err"
             try:
-                with path.open("a", encoding="utf-8") as file:
+                with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(failure.text)
             except OSError as error:  # the disk is full; the report on the terminal has the rest
                 os.write(STDERR, f"instep: cannot write {path}: {error.strerror}\n".encode())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import traceback
 from collections.abc import Iterator
+from itertools import groupby, islice
 from types import TracebackType
 
 from instep.errors import InstepError
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
 from instep.process.exit_status import UNKNOWN_RANK
 
 _LOST_PEER = (
@@ -59,7 +61,8 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python prints it; of instep's frames only the first and the last in a row.
+    """As Python prints it, without frames of instep that pass a call on to the function of another
+    library; of instep's other frames only the first and the last in a row.
 
     Where a collective failed because this rank was failing already, it is the traceback of the
     root cause, and a line about the collective.
@@ -72,11 +75,14 @@ def format_traceback(error: BaseException) -> str:
 
 
 def script_line(error: BaseException) -> str:
-    """The file and the line of the script that raised it; empty if no script did."""
+    """The file and the line of the script that raised it, or of a library that the script itself
+    is part of; empty if no script did."""
     libraries = _libraries()
-    for frame in reversed([*_frames(error.__traceback__)]):
-        if not _is_in(frame, *libraries):
-            return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    frames = [f for f in _frames(error.__traceback__) if not _is_in(f, *libraries)]
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    own = [n for n, file in enumerate(files) if not (is_stdlib(file) or is_installed(file))]
+    for n in own[-1:] or range(len(files))[-1:]:
+        return f"{files[n]}:{frames[n].tb_lineno}"
     return ""
 
 
@@ -127,13 +133,33 @@ def _select(frames: list[TracebackType], error: BaseException) -> list[Traceback
         if _is_in(frame, *libraries):
             between.append(frame)
             continue
-        selected += [*(_shorten(between) if selected else ()), frame]
+        selected += [*(_shorten(_without_passed_on(between)) if selected else ()), frame]
         between = []
+    between = _without_passed_on(between)
     if selected and between:
         if isinstance(error, InstepError) and _is_in(between[-1], PACKAGE_FOLDER):
             return selected  # the script's line and the message say it all
         selected += between if _is_in(between[-1], PACKAGE_FOLDER) else _shorten(between)
     return selected
+
+
+def _without_passed_on(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without the rows of instep's frames at whose end an `original` function is called, as plain
+    Python calls it."""
+    kept: list[TracebackType] = []
+    for is_ours, row in groupby(frames, lambda frame: _is_in(frame, PACKAGE_FOLDER)):
+        several = [*row]
+        if not (is_ours and _calls_original(several[-1])):
+            kept += several
+    return kept
+
+
+def _calls_original(frame: TracebackType) -> bool:
+    """Whether this frame is in a call of a function by the name `original`."""
+    code = frame.tb_frame.f_code
+    line, _, column, _ = next(islice(code.co_positions(), frame.tb_lasti // 2, None))
+    text = linecache.getline(code.co_filename, line or 0).encode()
+    return text[column or 0 :].startswith(b"original(")
 
 
 def _shorten(frames: list[TracebackType]) -> list[TracebackType]:

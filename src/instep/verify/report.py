@@ -55,6 +55,8 @@ def _notes(report: Report) -> list[str]:
         "parameters: final difference, relative to their movement in training.",
         f"its own noise: one process compared with itself, with {report.noise_by}.",
     ]
+    if not report.results and report.verdict is Verdict.SAME:
+        notes.append("only one process ran: -n 1,2 compares it with two.")
     if not sum(report.oracle.samples_per_rank):
         notes.append(
             "no module with parameters computed the loss, so that the samples of each rank are "

@@ -252,13 +252,20 @@ class InstepRunStarter:
 
 
 def _last_words(output: Path, n: int) -> str:
-    """The supervisor's report, or else the end of the output."""
+    """The supervisor's report, after the end of the script's output if it has no traceback; or
+    else the end of all output."""
     text = output.read_text(errors="replace")
     start = text.rfind("\ninstep: rank ") if n else -1
     if start < 0 and not text.startswith("instep: "):
-        lines = text.splitlines()
-        return os.linesep.join(lines[-30:])
-    return text[start + 1 :].rstrip()
+        return _end_of(text, 30)
+    report = text[start + 1 :].rstrip()
+    if " exited with code " not in report.partition("\n")[0] or start < 0:
+        return report
+    return f"{_end_of(text[:start], 10)}\n{report}"
+
+
+def _end_of(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])
 
 
 def _reached(folder: Path, n: int) -> list[int]:

@@ -37,6 +37,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     events = read_events(path)
     times = sum_up(events)
     page = Path(asked.html) if asked.html else path.with_suffix(".html")
-    page.write_text(format_html(path.name, events, times))
+    page.write_text(
+        format_html(path.name, events, times), encoding="utf-8", errors="backslashreplace"
+    )
     print(*format_summary(times), f"Drawn in {page}.", sep="\n")
     return 0

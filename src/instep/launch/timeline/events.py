@@ -69,7 +69,7 @@ def read_events(path: Path) -> list[Event]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise CommandLineError(f"cannot read {path}: {error.strerror}.") from None
     if lines[:1] != ["["]:

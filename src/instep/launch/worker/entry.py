@@ -150,7 +150,11 @@ class ExitReporter:
 
     def report_success(self, line: str) -> None:
         """Write the line at which the rank ended with code 0, for ranks that still wait for it."""
-        with program.real_files(), open(LastPosition(self.file).finished_file, "w") as file:
+        path = LastPosition(self.file).finished_file
+        with (
+            program.real_files(),
+            open(path, "w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.write(line)
 
 

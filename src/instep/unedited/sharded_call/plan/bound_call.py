@@ -52,7 +52,9 @@ class BoundCall:
 
     def run_whole(self) -> Any:
         """Run it on the whole batch, with the script's own arguments, which it may change."""
-        return self.run(self.args, self.kwargs)
+        begin_forward()
+        original = self.original  # so called, tracebacks are those of plain Python
+        return original(self.module, *self.args, **self.kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module with these arguments."""

@@ -72,8 +72,10 @@ def backward(
         fallback.end_backward(decision_counts.trials)
 
 
-def _run(run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any) -> None:
-    """`run()`, a backward from these roots; the ranks sum the gradients of divided calls."""
+def _run(
+    original: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any
+) -> None:
+    """`original()`, a backward from these roots; the ranks sum the gradients of divided calls."""
     start = start_backward()
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
@@ -81,7 +83,7 @@ def _run(run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, i
     whole_part = nullcontext() if create_graph else broadcast_whole_part(roots, inputs)
     if not calls:
         with whole_part:
-            run()
+            original()
         end_backward(start)
         return
     transport = get_transport()
@@ -89,7 +91,7 @@ def _run(run: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, i
     sums = reduce_in_buckets(roots, calls, overlap_group(transport), finite)
     try:
         with phase("backward"), whole_part, sums:
-            run()
+            original()
     except CollectiveError:  # the others have one, too
         raise
     except Exception as error:
