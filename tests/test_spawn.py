@@ -30,6 +30,15 @@ def test_the_ranks_have_a_world_and_hand_back_what_they_return():
         assert not psutil.pid_exists(pid)
 
 
+def test_no_descriptor_is_left_open():
+    def spawn():
+        instep.spawn(place, ("word",), nprocs=3)
+        return os.listdir("/proc/self/fd")
+
+    spawn()
+    assert len({len(spawn()) for _ in range(3)}) == 1
+
+
 def test_the_traceback_of_the_rank_that_failed_is_raised_here():
     with pytest.raises(RankFailedError) as raised:
         instep.spawn(place, ("word", 1), nprocs=2)

@@ -123,7 +123,8 @@ class PrefixedOutput:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._child_ends: list[int] = []
-        self._stop, self._stopper = os.pipe()
+        stop, self._stopper = os.pipe()
+        self._selector.register(stop, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=self._forward_lines, name="instep output", daemon=True
         )
@@ -147,7 +148,6 @@ class PrefixedOutput:
             os.close(fd)
         self._child_ends.clear()
         if self._thread.ident is None:
-            self._selector.register(self._stop, selectors.EVENT_READ)
             self._thread.start()
 
     def finish(self, failures: Sequence[Failure]) -> None:
@@ -155,15 +155,20 @@ class PrefixedOutput:
         os.close(self._stopper)
         if self._thread.ident is not None:
             self._thread.join()
+        ours = [key.fd for key in self._selector.get_map().values()]
+        for fd in ours + self._child_ends:
+            os.close(fd)
+        self._selector.close()
 
     def _forward_lines(self) -> None:
-        while True:
-            ready = [key for key, _ in self._selector.select()]
-            for key in ready:
-                if key.data is not None and not key.data.forward(key.fd):
+        stopping = False
+        while not stopping:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    stopping = True
+                elif not key.data.forward(key.fd):
                     self._selector.unregister(key.fd)
-            if any(key.fd == self._stop for key in ready):
-                break
+                    os.close(key.fd)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 while key.data.forward(key.fd):

@@ -266,12 +266,13 @@ class Supervisor:
             self._on(rank.line, partial(self._on_rank_message, rank))
         for node, line in self.connections.connections.items():
             self._on(line, partial(self._on_supervisor_message, node, line))
-        while len(self.ends) < len(ranks):
-            for key, _ in self._selector.select(self._time_left()):
-                key.data()
-            self._mention_slow_start()
-            if time.monotonic() >= self._deadline and not self._waits_for_rank():
-                self._next_step()
+        with self._selector:
+            while len(self.ends) < len(ranks):
+                for key, _ in self._selector.select(self._time_left()):
+                    key.data()
+                self._mention_slow_start()
+                if time.monotonic() >= self._deadline and not self._waits_for_rank():
+                    self._next_step()
 
     def _mention_slow_start(self) -> None:
         """Print one line if ranks take long to begin their program."""
