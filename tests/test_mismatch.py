@@ -9,11 +9,8 @@ import sys
 
 import pytest
 
-from instep.distributed.watchdog.mismatch import (
-    EnteredCollectives,
-    are_steps,
-    format_mismatch,
-)
+from instep.distributed.errors import DisagreementError
+from instep.distributed.watchdog.mismatch import EnteredCollectives, are_steps
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +41,7 @@ def test_the_first_difference_is_the_one_that_counts() -> None:
         }
     )
     assert sides == {"all_reduce at train.py:10": [0, 2], "broadcast at train.py:9": [1]}
-    assert format_mismatch(sides).startswith(
+    assert str(DisagreementError.of_collectives(sides)).startswith(
         "the ranks disagree about which collective comes next: all_reduce at train.py:10 on "
         "ranks 0, 2; broadcast at train.py:9 on rank 1. Every rank must"
     )

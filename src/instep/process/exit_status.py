@@ -47,10 +47,10 @@ def format_stopped(ranks: Iterable[int]) -> str:
     return f"; {format_ranks(stopped)} {verb} stopped" if stopped else ""
 
 
-def group_ranks(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value: the index of `values` is the rank."""
+def group_ranks(values: Sequence[Any] | Mapping[int, Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, in order: in a sequence the index is the rank."""
     found: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in sorted(values.items()) if isinstance(values, Mapping) else enumerate(values):
         found.setdefault(value, []).append(rank)
     return found
 
@@ -88,10 +88,9 @@ def ranks_of(ranges: Iterable[Sequence[int]]) -> set[int]:
 
 def format_arrived(host_of: Mapping[int, str], members: str) -> str:
     """The ranks that arrived, by host; empty where there are none."""
-    hosts: dict[str, list[int]] = {}
-    for member, host in host_of.items():
-        hosts.setdefault(host, []).append(member)
-    arrived = ", ".join(f"{format_ranks(held, members)} on {host}" for host, held in hosts.items())
+    arrived = ", ".join(
+        f"{format_ranks(held, members)} on {host}" for host, held in group_ranks(host_of).items()
+    )
     return f"; those that came: {arrived}" if arrived else ""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from instep.distributed.errors import DisagreementError
 from instep.distributed.negotiation.errors import NegotiationError
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import format_ranks, group_ranks
 
 Shape = tuple[int, ...]
 Key = tuple[Sequence[int], str]
@@ -191,12 +191,10 @@ def _find_mismatch(requests: Mapping[int, Request]) -> NegotiationError | None:
     if len({replace(request, line="") for request in requests.values()}) == 1:
         return None  # as nearly always
     for what, show, advice in _MUST_AGREE:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, request in sorted(requests.items()):
-            ranks_of.setdefault(show(request), []).append(rank)
-        if len(ranks_of) > 1:
+        seen = group_ranks({rank: show(request) for rank, request in requests.items()})
+        if len(seen) > 1:
             name = requests[min(requests)].name
-            return NegotiationError(str(DisagreementError(f"{what} of {name}", ranks_of, advice)))
+            return NegotiationError(str(DisagreementError(f"{what} of {name}", seen, advice)))
     return None
 
 

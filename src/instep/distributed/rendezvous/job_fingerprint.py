@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from instep.distributed.errors import MixedJobError
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import format_ranks, group_ranks
 from instep.process.procfs import boot_id, namespace
 from instep.version import __version__
 
@@ -75,9 +75,9 @@ def announce(command: Sequence[str]) -> None:
 def check_same_job(fingerprints: Mapping[int, JobFingerprint], members: str) -> None:
     """Raise MixedJobError unless these are of one job; `members` is "rank" or "host"."""
     for field, problem, advice in _MUST_AGREE:
-        holders: dict[str, list[int]] = {}
-        for member, fingerprint in sorted(fingerprints.items()):
-            holders.setdefault(_show(getattr(fingerprint, field)), []).append(member)
+        holders = group_ranks(
+            {member: _show(getattr(each, field)) for member, each in fingerprints.items()}
+        )
         if len(holders) > 1:
             sides = "; ".join(
                 f"{value} on {format_ranks(held, members)}" for value, held in holders.items()

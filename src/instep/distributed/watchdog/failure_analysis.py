@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from instep.distributed.watchdog.connection import Message
-from instep.process.exit_status import format_ranks, ranks_of
+from instep.process.exit_status import format_ranks, group_ranks, ranks_of
 
 RESOLUTION = 0.002
 """Seconds. If two ranks ended within them, as their watchers saw it, their order is open."""
-Collective = tuple[Any, ...]
-"""An op, and the ranges of its members."""
 _BY_LAUNCHERS = (-signal.SIGKILL, -signal.SIGTERM, None)
 """Exit codes of ranks that a launcher ends because another one has died; None: unknown."""
 
@@ -53,9 +50,9 @@ def find_deadlock(waits: Mapping[int, Message]) -> list[int]:
     a running rank may still go on, and so may a rank that waits for that one. The remaining ranks
     are deadlocked, unless all of them are in the same collective: then only the network is slow.
     """
-    waiting: dict[Collective, list[int]] = {}
-    for rank, wait in waits.items():
-        waiting.setdefault((wait["op"], *map(tuple, wait["members"])), []).append(rank)
+    waiting = group_ranks(
+        {rank: (wait["op"], *map(tuple, wait["members"])) for rank, wait in waits.items()}
+    )
     blocked = set(waits)
     while len(waiting) > 1:
         free = [each for each in waiting if not blocked >= ranks_of(each[1:])]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 
+from instep.distributed.errors import DisagreementError
 from instep.distributed.watchdog.connection import Connection, Message, encode
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import (
@@ -22,7 +23,6 @@ from instep.distributed.watchdog.messages import failure_fields, is_valid
 from instep.distributed.watchdog.mismatch import (
     EnteredCollectives,
     Step,
-    format_mismatch,
     has_line,
 )
 from instep.distributed.watchdog.stalls.job_socket import JobSocket
@@ -382,7 +382,7 @@ class Hub:
         if not sides or self._mismatch_reported:
             return
         self._mismatch_reported = True
-        text = format_mismatch(sides)
+        text = str(DisagreementError.of_collectives(sides))
         if self._failures:
             os.write(2, f"instep: {text}\n".encode())
         else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 from instep.distributed.flight_record.record_format import MESSAGES, FlightRecord
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import group_ranks
 
 Step = list[object]
 """A collective as a message has it: group, sequence in the group, tag, description."""
@@ -74,16 +74,7 @@ class EnteredCollectives:
             for step in self._differing
             if len({tag for tag, _ in self._entered[step].values()}) > 1
         ]
-        sides: dict[str, list[int]] = {}
-        for rank, (_, text) in sorted(self._entered[min(differing)].items()) if differing else ():
-            sides.setdefault(text, []).append(rank)
-        return sides
-
-
-def format_mismatch(sides: Mapping[str, Iterable[int]]) -> str:
-    """The sides of a disagreement, with their ranks, in one sentence."""
-    listed = "; ".join(f"{text} on {format_ranks(ranks)}" for text, ranks in sides.items())
-    return (
-        f"the ranks disagree about which collective comes next: {listed}. Every rank must call the "
-        "same collectives in the same order, with equal shapes, dtypes and roots."
-    )
+        if not differing:
+            return {}
+        entered = self._entered[min(differing)]
+        return group_ranks({rank: text for rank, (_, text) in entered.items()})

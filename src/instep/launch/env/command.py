@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from instep.process.exit_status import group_ranks
+
 if TYPE_CHECKING:
     from instep.launch.env.rank_report import Facts
 
@@ -115,9 +117,7 @@ def _wrong(verdicts: Sequence[str]) -> str:
 
 def _by_rank(ranks: Sequence[Facts], name: str) -> Iterable[str]:
     """The ranks' values; one line if all are the same."""
-    seen: dict[str, list[int]] = {}
-    for rank in ranks:
-        seen.setdefault(_format_value(rank[name]), []).append(rank["rank"])
+    seen = group_ranks({rank["rank"]: _format_value(rank[name]) for rank in ranks})
     if len(seen) == 1:
         return list(seen)
     return [f"{value} (rank {', '.join(map(str, holders))})" for value, holders in seen.items()]

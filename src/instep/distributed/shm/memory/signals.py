@@ -27,6 +27,7 @@ from instep.distributed.errors import (
 )
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.memory.peers import Peer
+from instep.process.exit_status import group_ranks
 
 BYTES_PER_RANK = 1280
 _WORDS = BYTES_PER_RANK // 8
@@ -189,7 +190,7 @@ class Signals:
         recorder.set_reported()
         self._write(_SIGNATURE, self.describe() or signature.text)
         self._words[self._own + _TEXT_SEQUENCE] = sequence
-        seen: dict[str, list[int]] = {}
+        texts: dict[int, str] = {}
         deadline = time.monotonic() + _DESCRIBE_SECONDS
         for other, peer in enumerate(self.peers):
             index = other * _WORDS + _TEXT_SEQUENCE
@@ -198,9 +199,8 @@ class Signals:
                 time.sleep(0.001)
                 # Asked before the last look: a peer may describe its collective and end at once.
                 waits = peer.is_alive() and time.monotonic() < deadline
-            text = self._read(_SIGNATURE, other) if known else "something else"
-            seen.setdefault(text, []).append(peer.rank)
-        return DisagreementError.of_collectives(seen)
+            texts[peer.rank] = self._read(_SIGNATURE, other) if known else "something else"
+        return DisagreementError.of_collectives(group_ranks(texts))
 
     def _write(self, field: slice, text: str) -> None:
         length = field.stop - field.start

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from instep.distributed.watchdog.connection import Message
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import format_ranks, group_ranks
 
 _PLURALS = {"is": "are", "waits": "wait", "runs": "run", "has": "have", "sleeps": "sleep"} | {
     "does": "do"
@@ -36,9 +36,9 @@ def format_states(states: Mapping[int, Message]) -> str:
 
 def merge(states: Mapping[int, Message]) -> list[list[int]]:
     """The ranks in groups of equal states, those that wait first."""
-    groups: dict[tuple[bool, str], list[int]] = {}
-    for rank, state in sorted(states.items()):
-        groups.setdefault((state.get("waited") is None, state["what"]), []).append(rank)
+    groups = group_ranks(
+        {rank: (state.get("waited") is None, state["what"]) for rank, state in states.items()}
+    )
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], groups[key][0]))]
 
 
@@ -52,12 +52,9 @@ def format_seconds(seconds: float) -> str:
 
 def format_stacks(states: Mapping[int, Message]) -> str:
     """The stacks of the ranks that sent some; equal ones once."""
-    groups: dict[str, list[int]] = {}
-    for rank, state in sorted(states.items()):
-        if state.get("stacks"):
-            groups.setdefault(state["stacks"], []).append(rank)
+    sent = {rank: state["stacks"] for rank, state in states.items() if state.get("stacks")}
     texts = []
-    for stacks, ranks in groups.items():
+    for stacks, ranks in group_ranks(sent).items():
         about = states[ranks[0]]["what"]
         shown = format_ranks(ranks, shortest_range=SHORTEST_RANGE)
         texts.append(f"---- {shown}: {about}\n{stacks.rstrip()}\n")
