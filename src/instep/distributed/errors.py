@@ -82,6 +82,12 @@ class AuthenticationError(LaunchError):
         )
 
 
+def rendezvous_error(name: str, text: str) -> LaunchError:
+    """The error with which another process ended the rendezvous, by the name of its class."""
+    known = (MixedJobError, RendezvousError, AuthenticationError)
+    return next((kind for kind in known if kind.__name__ == name), LaunchError)(text)
+
+
 class BackendError(LaunchError):
     """A backend of torch.distributed that this host, or this torch, does not have."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
+from instep.distributed.errors import AuthenticationError, RendezvousError, rendezvous_error
 from instep.distributed.identity import authentication
 from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World
@@ -39,10 +39,6 @@ _LINGER = 1.0
 _AT_ONCE = 256
 """Ranks whose values are read, or written, in one message."""
 _RESULT, _ENDED = "instep/join", "instep/ended"
-_ERRORS = {
-    error.__name__: error
-    for error in (LaunchError, MixedJobError, RendezvousError, AuthenticationError)
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def _set_error(store: dist.Store, error: LaunchError) -> None:
 def _raise_if_error(result: Any) -> None:
     name, *text = result if isinstance(result, list) else [None]
     if isinstance(name, str):
-        raise _ERRORS.get(name, LaunchError)(*map(str, text[:1]))
+        raise rendezvous_error(name, str(*text[:1]))
 
 
 def _signed(store: dist.Store, secret: bytes | None) -> dist.Store:

@@ -17,13 +17,17 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
+from instep.distributed.errors import (
+    AuthenticationError,
+    MixedJobError,
+    RendezvousError,
+    rendezvous_error,
+)
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.rendezvous import interfaces, job_fingerprint, listening, port_file
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.errors import LaunchError
 from instep.launch.multi_node.clients import (
     MESSAGE_TIMEOUT,
     REFUSED,
@@ -37,10 +41,6 @@ _CONNECT_TIMEOUT = 2.0
 """Seconds within which another host's address must accept a connection."""
 _MAX_ANSWER = 1 << 24
 """Bytes."""
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (LaunchError, MixedJobError, RendezvousError, AuthenticationError)
-}
 
 
 @dataclass(frozen=True)
@@ -126,27 +126,17 @@ def _job_name(endpoint: endpoints.Endpoint) -> str:
 def _listen(endpoint: endpoints.Endpoint) -> Iterator[tuple[socket.socket, bytes | None]]:
     """The listening socket, and the secret of the clients."""
     given = read_secret()
-    match endpoint:
-        case endpoints.Address(host, port):
-            with listening.listen(host, port, one_host=False) as listener:
-                yield listener, given
-        case endpoints.PrivateFile(path):
-            with _listen_with_port_file(path, [port_file.LOOPBACK_HOST]) as (listener, noted):
-                yield listener, given or noted
-        case endpoints.SharedFile(path):
-            with _listen_with_port_file(path, interfaces.routable_addresses()) as (listener, noted):
-                yield listener, given or noted
-
-
-@contextmanager
-def _listen_with_port_file(
-    path: str, hosts: Sequence[str]
-) -> Iterator[tuple[socket.socket, bytes]]:
+    if isinstance(endpoint, endpoints.Address):
+        with listening.listen(endpoint.host, endpoint.port, one_host=False) as listener:
+            yield listener, given
+        return
+    is_private = isinstance(endpoint, endpoints.PrivateFile)
+    hosts = [port_file.LOOPBACK_HOST] if is_private else interfaces.routable_addresses()
     with (
         listening.listen(listening.listen_address(hosts)) as listener,
-        port_file.publish(path, listener.getsockname()[1], hosts) as secret,
+        port_file.publish(endpoint.path, listener.getsockname()[1], hosts) as noted,
     ):
-        yield listener, secret
+        yield listener, given or noted
 
 
 def _receive(
@@ -241,28 +231,23 @@ def _join_as_client(
         "nonce": nonce,
     }
     end = monotonic() + seconds + MESSAGE_TIMEOUT
-    try:
-        theirs = read_message(connection, end, _MAX_ANSWER, None, "")["nonce"]
-        connection.sendall(encode_message(message, secret, str(theirs)))
-        answer = read_message(connection, end, _MAX_ANSWER, secret, nonce)
-        if answer == REFUSED:
-            raise AuthenticationError.secret_missing()
-        error, values = answer.get("error"), answer.get("values")
-        if error is None:
+    with ExitStack() as failed:
+        failed.callback(connection.close)
+        try:
+            theirs = read_message(connection, end, _MAX_ANSWER, None, "")["nonce"]
+            connection.sendall(encode_message(message, secret, str(theirs)))
+            answer = read_message(connection, end, _MAX_ANSWER, secret, nonce)
+            if answer == REFUSED:
+                raise AuthenticationError.secret_missing()
+            if (error := answer.get("error")) is not None:
+                name, text = map(str, error)
+                raise rendezvous_error(name, text)
             job = _job_secret(secret, answer["nonce"])
-        else:
-            kind, sentence = map(str, error)
-    except (OSError, ValueError, TypeError, KeyError):
-        connection.close()
-        raise RendezvousError.absent([0], mine.count, seconds, members=noun) from None
-    except AuthenticationError:
-        connection.close()
-        raise
-    if error is not None:
-        connection.close()
-        raise _ERRORS.get(kind, LaunchError)(sentence)
+        except (OSError, ValueError, TypeError, KeyError):
+            raise RendezvousError.absent([0], mine.count, seconds, members=noun) from None
+        failed.pop_all()
     connection.settimeout(None)
-    return RendezvousResult(values or {}, {0: connection}, job)
+    return RendezvousResult(answer.get("values") or {}, {0: connection}, job)
 
 
 def _connect(endpoint: endpoints.Endpoint) -> tuple[socket.socket, str, bytes | None] | None:
