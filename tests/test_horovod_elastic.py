@@ -284,6 +284,32 @@ def test_a_failure_before_the_ranks_have_met_ends_the_job(launch: Launch) -> Non
     assert "exited with code 3 before the ranks had met\n" in done.stderr
 
 
+DEATH_BEFORE_ITS_SOCKET_ENDS = """
+import signal, time
+
+driver, rank = os.getppid(), os.getpid()
+if os.fork() == 0:  # has the rank's socket to the driver
+    os.kill(driver, signal.SIGSTOP)
+    os.kill(rank, signal.SIGKILL)
+    time.sleep(0.5)
+    if os.fork() == 0:
+        os.closerange(3, 256)
+        time.sleep(0.5)
+        os.kill(driver, signal.SIGCONT)
+    os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.launch
+def test_the_driver_may_see_a_death_and_the_end_of_the_socket_at_once(launch: Launch) -> None:
+    done = launch.run(
+        "-np", 1, "--min-np", 1, "python", launch.script(DEATH_BEFORE_ITS_SOCKET_ENDS)
+    )
+    assert done.returncode == 137
+    assert "was killed by SIGKILL before the ranks had met\n" in done.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.nightly
 def test_ranks_are_added_where_the_script_finds_hosts_until_the_limit_of_resets(

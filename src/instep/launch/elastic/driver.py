@@ -113,9 +113,7 @@ class Driver:
         self._changes = 0
         self._known_slots: set[Slot] = set()
         """Those that the ranks know to be free."""
-        self._forming = True
-        self._forming_since = time.monotonic()
-        self._wait_until = self._forming_since + options.timeout
+        self._begin_forming()
         self._has_finished = False
         """Whether a rank has come to the end of its program."""
         self._failures: list[Failure] = []
@@ -166,6 +164,14 @@ class Driver:
 
     # ------------------------------------------------------------------------------- worlds
 
+    def _begin_forming(self) -> None:
+        self._forming = True
+        self._forming_since = time.monotonic()
+        self._wait_until = self._forming_since + self._options.timeout
+
+    def _slots_needed(self) -> int:
+        return self._options.least if self._worlds else self._options.size
+
     def _form_world(self) -> None:
         """Form the next world if all its ranks wait for it; first start those that are missing."""
         now = time.monotonic()
@@ -177,8 +183,7 @@ class Driver:
         for member in self._members:
             if member.port is not None and member.slot not in chosen:
                 self._dismiss(member)
-        needed = self._options.least if self._worlds else self._options.size
-        if len(chosen) < needed and not self._has_finished:
+        if len(chosen) < self._slots_needed() and not self._has_finished:
             return
         for rank, slot in enumerate(chosen):
             if slot not in living:
@@ -255,6 +260,8 @@ class Driver:
     # ------------------------------------------------------------------------------- events
 
     def _on_message(self, member: _Member) -> None:
+        if member not in self._members:  # it has ended, in the same turn of the selector
+            return
         messages = member.connection.recv()
         if messages is None:
             self._selector.unregister(member.connection)
@@ -263,9 +270,7 @@ class Driver:
             if message["type"] == "join" and not member.is_leaving():
                 member.port = message["port"]
                 if not self._forming:
-                    self._forming = True
-                    self._forming_since = time.monotonic()
-                    self._wait_until = self._forming_since + self._options.timeout
+                    self._begin_forming()
                 self._form_world()
 
     def _on_exit(self, member: _Member) -> None:
@@ -330,7 +335,7 @@ class Driver:
                 member.process.signal(signal.SIGKILL)
         if self._forming:
             self._form_world()  # excluded slots may be free again
-            needed = self._options.least if self._worlds else self._options.size
+            needed = self._slots_needed()
             if len(self._hosts.slots(now)) >= needed:  # ranks that start are waited for longer
                 self._wait_until = max(self._wait_until, self._forming_since + START_SECONDS)
             if self._forming and now > self._wait_until:
