@@ -8,6 +8,8 @@ import pytest
 
 from instep.distributed.watchdog import call_stack
 from instep.distributed.watchdog.connection import KEEPALIVE, connect
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.hub import Hub
 
 
 def own_address():
@@ -21,22 +23,33 @@ def own_address():
 
 
 def kept_alive(address):
+    """Both ends of a connection: a rank's watcher, and the hub."""
+    loop, accepted = EventLoop(), []
     with socket.create_server((address, 0)) as server:
-        sock = connect([address], server.getsockname()[1])
-        with sock:
-            seconds = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-            return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)), seconds
+        hub = Hub(loop, 2, server, "token")
+        hub.add_client = accepted.append
+        with connect([address], server.getsockname()[1]) as sock:
+            hub._accept()
+            with accepted[0] as other:
+                return [_probes_after(end) for end in (sock, other)]
+
+
+def _probes_after(sock):
+    """Seconds; None where nothing is probed."""
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    return None
 
 
 def test_a_lost_host_is_noticed_whatever_the_launcher_says_of_hosts():
     """RANK and WORLD_SIZE alone do not say on how many hosts the ranks are."""
     if (address := own_address()) is None:
         pytest.skip("this host has no address but loopback")
-    assert kept_alive(address) == (True, KEEPALIVE["TCP_KEEPIDLE"])
+    assert kept_alive(address) == [KEEPALIVE["TCP_KEEPIDLE"]] * 2
 
 
 def test_within_a_host_nothing_is_probed():
-    assert not kept_alive("127.0.0.1")[0]
+    assert kept_alive("127.0.0.1") == [None, None]
 
 
 def test_a_wait_at_exit_is_no_collective_once_the_groups_are_closed() -> None:

@@ -78,17 +78,26 @@ def _parse(line: bytes) -> Message:
 
 
 def connect(hosts: Sequence[str], port: int) -> socket.socket | None:
-    """A connection to the first of these hosts that can be reached; None if none can.
-
-    It ends if its peer is another host that is lost.
-    """
+    """A connection to the first of these hosts that can be reached; None if none can."""
     for host in hosts:
         with suppress(OSError):
             sock = socket.create_connection((host, port), timeout=5)
             sock.settimeout(None)
-            if not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in KEEPALIVE.items():
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            _detect_lost_host(sock)
             return sock
     return None
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next connection to `listener`. Raises OSError if its peer has closed its end again."""
+    sock = listener.accept()[0]
+    _detect_lost_host(sock)
+    return sock
+
+
+def _detect_lost_host(sock: socket.socket) -> None:
+    """Let a connection end if its peer is another host that is lost."""
+    if not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

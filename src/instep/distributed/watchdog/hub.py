@@ -11,7 +11,7 @@ from functools import partial
 from hmac import compare_digest
 
 from instep.distributed.errors import DisagreementError
-from instep.distributed.watchdog.connection import Connection, Message, encode
+from instep.distributed.watchdog.connection import Connection, Message, accept, encode
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import (
     find_deadlock,
@@ -124,7 +124,7 @@ class Hub:
 
     def _accept(self) -> None:
         with suppress(OSError):  # the peer has closed its end again
-            self.add_client(self._listener.accept()[0])
+            self.add_client(accept(self._listener))
 
     def _reject(self, connection: Connection) -> None:
         """Close a connection unless it has identified itself."""
