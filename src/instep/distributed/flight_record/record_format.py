@@ -161,8 +161,7 @@ def read(fd: int) -> FlightRecord:
 
 def read_wait(fd: int) -> Entry | None:
     """The last collective, if the rank waits in it: takes a thousandth of the time of `read`."""
-    (count,) = struct.unpack("<q", os.pread(fd, 8, 8 * COUNT))
-    entry = _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
+    entry = _read_last(fd)
     waits = entry is not None and entry.left is None and entry.waiting is not None
     return entry if waits else None
 
@@ -170,11 +169,17 @@ def read_wait(fd: int) -> Entry | None:
 def read_position(fd: int) -> tuple[float, str] | None:
     """When the rank was last in a collective, on the clock of `time.time`, and the line; None if
     it was in none yet."""
-    (count,) = struct.unpack("<q", os.pread(fd, 8, 8 * COUNT))
-    entry = _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
-    if entry is None or not count:
+    entry = _read_last(fd)
+    if entry is None:
         return None
     return time.time() - time.monotonic() + max(entry.entered, entry.left or 0.0), entry.line
+
+
+def _read_last(fd: int) -> Entry | None:
+    (count,) = struct.unpack("<q", os.pread(fd, 8, 8 * COUNT))
+    if not count:
+        return None
+    return _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
 
 
 def read_header(fd: int) -> FlightRecord:
