@@ -10,14 +10,14 @@ import resource
 from instep.process import print_line
 
 
-def allow_open_files(count: int) -> int:
-    """Let this process, and those that it starts, open `count` files; returns how many they may.
+def allow_open_files(count: int) -> None:
+    """Let this process, and those that it starts, open `count` files.
 
     Never lowers the limit. Prints a line where the system allows too few.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
-        return soft
+        return
     reachable = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     if reachable < count:
@@ -25,4 +25,3 @@ def allow_open_files(count: int) -> int:
             f"this process may open {reachable} files (ulimit -Hn); a job of this size may "
             f"need {count}."
         )
-    return reachable
