@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from instep.distributed.errors import RendezvousError
 from instep.distributed.identity import nodelist
 from instep.distributed.identity.local_ranks import launcher_process
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, read_number
 from instep.process.errors import LaunchVariablesError
 from instep.process.procfs import namespace
 
@@ -107,7 +107,8 @@ def slurm_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     job's and the step's ids are what they were, and only SLURM_RESTART_COUNT is not.
     """
     job, step, restarts = (
-        _number(environ, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        read_number(environ, name, default=0)
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     )
     key = f"slurm-{environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}.{restarts}"
     if world.one_host:
@@ -175,13 +176,6 @@ def _mpirun_host(environ: Mapping[str, str]) -> tuple[str, str] | None:
     if not addresses or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and own != job):
         return None
     return addresses.partition(":")[0].partition(",")[0], mpirun
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ.get(name, "0"))
-    except ValueError:
-        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
 def _private_file(key: str) -> PrivateFile:

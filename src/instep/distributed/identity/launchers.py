@@ -14,7 +14,7 @@ from functools import cached_property
 
 from instep.distributed.identity import endpoints, nodelist
 from instep.distributed.identity.local_ranks import LocalRanks
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, read_number
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.procfs import read_environ
@@ -76,34 +76,26 @@ class Launcher:
         if missing:
             present = {n: environ[n] for n in (*self.markers, *pair) if n in environ}
             raise LaunchVariablesError.incomplete(self.name, present, missing)
-        rank, size = _number(environ, self.rank), _number(environ, self.size)
-        node_rank = None if self.node_rank is None else _number(environ, self.node_rank, default=0)
+        rank, size = read_number(environ, self.rank), read_number(environ, self.size)
+        node_rank = (
+            None if self.node_rank is None else read_number(environ, self.node_rank, default=0)
+        )
         local_size = self._local_size(environ, node_rank or 0, size)
         per_host = max(local_size, 1)
         return World(
             rank=rank,
             size=size,
-            local_rank=_number(environ, self.local_rank, default=rank),
+            local_rank=read_number(environ, self.local_rank, default=rank),
             local_size=local_size,
             node_rank=rank // per_host if node_rank is None else node_rank,
-            nodes=_number(environ, self.nodes, default=-(-size // per_host)),
+            nodes=read_number(environ, self.nodes, default=-(-size // per_host)),
             source=self.name if self.on_behalf is None else environ[self.on_behalf],
         )
 
     def _local_size(self, environ: Mapping[str, str], node: int, size: int) -> int:
         if self.tasks_per_node is not None and self.tasks_per_node in environ:
             return nodelist.count_tasks(environ[self.tasks_per_node], node)
-        return _number(environ, self.local_size, default=size)
-
-
-def _number(environ: Mapping[str, str], name: str | None, default: int | None = None) -> int:
-    if name is None or (default is not None and name not in environ):
-        assert default is not None
-        return default
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
+        return read_number(environ, self.local_size, default=size)
 
 
 def _torch_launcher(
@@ -291,7 +283,7 @@ def is_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
 
 def master_port(environ: Mapping[str, str] = os.environ) -> int:
     """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
-    port = _number(environ, "MASTER_PORT")
+    port = read_number(environ, "MASTER_PORT")
     if not 0 < port < 2**16:
         raise LaunchVariablesError(
             f"MASTER_PORT takes a port from 1 to 65535, not '{port}'. Where rank 0 listens."
@@ -340,7 +332,7 @@ def _check_consistent(world: World, launcher: Launcher, environ: Mapping[str, st
         ("WORLD_SIZE", launcher.size, world.size),
     ):
         if variable != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
-            given = _number(environ, name, default=ours)
+            given = read_number(environ, name, default=ours)
             if given != ours:
                 raise LaunchVariablesError.inconsistent(
                     launcher.name, f"{name}={given}, but {variable}={ours}"

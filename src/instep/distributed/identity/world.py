@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from instep.process.errors import LaunchVariablesError
@@ -62,3 +63,17 @@ class World:
     def __str__(self) -> str:
         where = "" if self.one_host else f", local rank {self.local_rank} of {self.local_size}"
         return f"rank {self.rank} of {self.size}{where} ({self.source})"
+
+
+def read_number(environ: Mapping[str, str], name: str | None, default: int | None = None) -> int:
+    """A variable's number; the default where there is one and the variable is not set.
+
+    Raises LaunchVariablesError for anything but a number.
+    """
+    if name is None or (default is not None and name not in environ):
+        assert default is not None
+        return default
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
