@@ -51,10 +51,25 @@ _Block = tuple[float, float, int, Event, int, int]
 
 
 def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes]) -> str:
-    """The page. A rank has a lane for its main thread and below it, where it has collectives in
-    the background, lanes for these."""
-    events = list(events)
+    """The page."""
     straggler = find_slow(times)
+    data = _page_data([*events], straggler)
+    # "</script>" in a string would end the script.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return PAGE.substitute(
+        title=escape(title),
+        summary=_summary(times, straggler),
+        legend=_legend(sorted({int(block[3]) for block in data["events"]})),
+        data=text,
+        classes="\n".join(f".k-{k.key} {{ background: var(--{k.key}) }}" for k in _KINDS[1:]),
+        light="; ".join([f"--{k.key}: {k.light}" for k in _KINDS] + ["--late2: #f0a878"]),
+        dark="; ".join([f"--{k.key}: {k.dark}" for k in _KINDS] + ["--late2: #7a3500"]),
+    )
+
+
+def _page_data(events: Sequence[Event], straggler: RankTimes | None) -> dict[str, Any]:
+    """What the page draws. A rank has a lane for its main thread and below it, where it has
+    collectives in the background, lanes for these."""
     blocks = _blocks(events)
     lanes: list[dict[str, Any]] = []
     names: dict[str, int] = {}
@@ -83,8 +98,7 @@ def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes])
         is_late = straggler is not None and straggler.rank == rank
         lanes.append({"rank": rank, "lanes": count, "late": is_late})
         lane += count
-    kinds = sorted({int(block[3]) for block in drawn})
-    data = {
+    return {
         "ranks": lanes,
         "events": drawn,
         "names": [*names],
@@ -93,17 +107,6 @@ def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes])
         "begin": begin_of(events),
         "end": max(1.0, *(event["ts"] + event["dur"] for event in events)) if events else 1.0,
     }
-    # "</script>" in a string would end the script.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return PAGE.substitute(
-        title=escape(title),
-        summary=_summary(times, straggler),
-        legend=_legend(kinds),
-        data=text,
-        classes="\n".join(f".k-{k.key} {{ background: var(--{k.key}) }}" for k in _KINDS[1:]),
-        light="; ".join([f"--{k.key}: {k.light}" for k in _KINDS] + ["--late2: #f0a878"]),
-        dark="; ".join([f"--{k.key}: {k.dark}" for k in _KINDS] + ["--late2: #7a3500"]),
-    )
 
 
 def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
