@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
 from multiprocessing import parent_process
@@ -148,32 +148,9 @@ class WatcherClient:
         """Whether it may be this rank's."""
         self._headline = ""
         """Of this rank's failure, if it is the first."""
-        listener = hub.get("listener")
         self._seen = _seen_file()
-        passed = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
-        passed["record"] = os.dup(recorder.file_descriptor())
-        stacks = python_stacks.stack_file()
-        if stacks is not None:
-            passed["stacks"] = os.dup(stacks)
-        if JOB not in os.environ:
-            passed["crash"] = os.dup(_crash_file())
-        if isinstance(listener, socket.socket):
-            passed["listener"] = listener.detach()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            watcher = subprocess.Popen(
-                isolated_command("instep.distributed.watchdog.watcher", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *passed.values()),
-                cwd="/",
-                start_new_session=True,
-            )
-        watcher.returncode = 0  # it outlives this rank, of which Popen would warn
-        self._watcher = watcher.pid
-        for fd in passed.values():
-            os.close(fd)
-        self._connection = Connection(ours)
+        passed = self._open_for_watcher(hub.get("listener"))
+        self._watcher, self._connection = _start_process(passed.values())
         self.send = self._connection.send
         self.send(
             "start",
@@ -197,6 +174,19 @@ class WatcherClient:
             sys.excepthook = self._excepthook
             if parent_process() is not None:
                 Finalize(None, self._child_ends, exitpriority=PRIORITY)
+
+    def _open_for_watcher(self, listener: object) -> dict[str, int]:
+        """Descriptors that the watcher inherits, by their names in its first message."""
+        opened = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
+        opened["record"] = os.dup(recorder.file_descriptor())
+        stacks = python_stacks.stack_file()
+        if stacks is not None:
+            opened["stacks"] = os.dup(stacks)
+        if JOB not in os.environ:
+            opened["crash"] = os.dup(_crash_file())
+        if isinstance(listener, socket.socket):
+            opened["listener"] = listener.detach()
+        return opened
 
     def detach(self) -> None:
         """End this watcher: the rank is about to join a job anew."""
@@ -304,6 +294,25 @@ class WatcherClient:
             with suppress(ValueError, OSError):
                 stream.flush()
         os._exit(code)
+
+
+def _start_process(passed: Collection[int]) -> tuple[int, Connection]:
+    """The id of a new watcher, and the connection to it. Only the watcher has the descriptors that
+    are passed to it then."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        watcher = subprocess.Popen(
+            isolated_command("instep.distributed.watchdog.watcher", str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *passed),
+            cwd="/",
+            start_new_session=True,
+        )
+    watcher.returncode = 0  # it outlives this rank, of which Popen would warn
+    for fd in passed:
+        os.close(fd)
+    return watcher.pid, Connection(ours)
 
 
 @cache
