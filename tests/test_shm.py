@@ -28,7 +28,7 @@ from instep.distributed.shm.joining import group_by_host, obstacle
 from instep.distributed.shm.memory.mapping import create_memory
 from instep.distributed.shm.memory.peers import Peer
 from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
-from instep.distributed.shm.memory.signals import BYTES_PER_RANK, Signals
+from instep.distributed.shm.memory.signals import BYTES_PER_RANK, Signals, signature_of
 from instep.distributed.shm.memory.staging import BUFFERS, Staging
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.shared_buckets import Resident
@@ -1028,6 +1028,19 @@ def test_a_rank_spins_only_where_each_has_a_core(monkeypatch, cores, spins):
     made = Signals(memory, 0, peers, lambda: timedelta(seconds=1))
     assert bool(made._spins) is spins
     assert made.ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [(Signals.leave, PeerLeftError), (lambda peer: peer.abort("boo"), PeerGaveUpError)],
+)
+def test_a_rank_that_left_and_died_while_it_was_looked_at_has_left(monkeypatch, end, error):
+    memory, limit = memoryview(bytearray(2 * BYTES_PER_RANK)), timedelta(seconds=60)
+    peers = [Peer(rank, os.getpid(), 0) for rank in range(2)]
+    waiting, ending = (Signals(memory, rank, peers, lambda: limit) for rank in range(2))
+    monkeypatch.setattr(Peer, "is_alive", lambda peer: end(ending))
+    with pytest.raises(error, match="rank 1"):
+        waiting.barrier(signature_of("barrier"))
 
 
 def test_no_memory_is_shared_on_a_machine_that_does_not_keep_the_order_of_writes(monkeypatch):

@@ -169,8 +169,10 @@ class Signals:
             if self._words[index] >> TAG_BITS < sequence
         ]
         for other in missing:
-            peer, state = self.peers[other], self._words[other * _WORDS + _STATE]
+            # In this order: nothing changes after a death, and no rank arrives after it has left.
+            peer = self.peers[other]
             alive = peer.is_alive()
+            state = self._words[other * _WORDS + _STATE]
             if self._words[other * _WORDS] >> TAG_BITS >= sequence:
                 continue  # it arrived in the meantime
             if state == _ABORTED:
