@@ -1043,6 +1043,16 @@ def test_a_rank_that_left_and_died_while_it_was_looked_at_has_left(monkeypatch, 
         waiting.barrier(signature_of("barrier"))
 
 
+def test_a_peer_counts_as_alive_while_no_file_can_be_opened():
+    own, (limit, most) = Peer.of_this_process(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    try:
+        alive = own.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    assert alive
+
+
 def test_no_memory_is_shared_on_a_machine_that_does_not_keep_the_order_of_writes(monkeypatch):
     monkeypatch.setattr(joining, "obstacle", lambda: "it needs another processor")
     with pytest.raises(joining.CannotShareMemory, match="it needs another processor"):

@@ -33,4 +33,6 @@ class Peer:
             stat = read_stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return False
+        except OSError:  # this process may open no file now, and will ask again
+            return True
         return stat.is_alive() and stat.start_time == self.started
