@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from instep.launch.reaper import end_ranks
 from instep.process import PACKAGE_FOLDER
 from instep.process.failure import (
     DETECTION_DELAY,
@@ -461,6 +462,14 @@ def test_a_rank_that_nobody_watches_over_does_not_begin(
     ours.close()
     assert (result.returncode, result.stderr) == (1, b"")
     assert launch.no_event()
+
+
+def test_a_process_that_has_the_id_of_an_ended_rank_is_not_killed() -> None:
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        end_ranks([stranger.pid], "a job of another name")
+        alive = stranger.poll() is None
+        stranger.kill()
+    assert alive
 
 
 def test_a_job_goes_on_without_its_reaper(launch: Launch) -> None:

@@ -32,36 +32,30 @@ def end_ranks(leaders: Iterable[int], job: str) -> None:
     names this job or a job inside of it. Returns when none is left.
     """
     sessions = frozenset(leaders)
-    _signal_all(_open_pidfds(sessions), signal.SIGKILL, KILL_TIMEOUT)
-    _signal_all(_find_processes(sessions, job), signal.SIGTERM, TERM_TIMEOUT)
-    while _signal_all(_find_processes(sessions, job), signal.SIGKILL, KILL_TIMEOUT):
+    _signal_all(_open_members(sessions, sessions, job), signal.SIGKILL, KILL_TIMEOUT)
+    _signal_all(_open_members(_all_pids(), sessions, job), signal.SIGTERM, TERM_TIMEOUT)
+    while _signal_all(_open_members(_all_pids(), sessions, job), signal.SIGKILL, KILL_TIMEOUT):
         pass
 
 
-def _open_pidfds(pids: Iterable[int]) -> list[int]:
-    """A file descriptor for each process that still exists."""
+def _all_pids() -> Iterable[int]:
+    return map(int, filter(str.isdecimal, os.listdir("/proc")))
+
+
+def _open_members(pids: Iterable[int], sessions: frozenset[int], job: str) -> list[int]:
+    """A file descriptor for each of these processes that lives and belongs to the job."""
     opened = []
     for pid in pids:
-        try:
-            opened.append(os.pidfd_open(pid))
-        except ProcessLookupError:
-            continue
+        with suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            if _is_alive_member(pid, sessions, job):  # its id may be that of an ended one
+                opened.append(pidfd)
+            else:
+                os.close(pidfd)
     return opened
 
 
-def _find_processes(sessions: frozenset[int], job: str) -> list[int]:
-    """A file descriptor for each living process of the job."""
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        for pidfd in _open_pidfds([int(name)]):
-            if _is_alive_member(name, sessions, job):
-                found.append(pidfd)
-            else:
-                os.close(pidfd)
-    return found
-
-
-def _is_alive_member(pid: str, sessions: frozenset[int], job: str) -> bool:
+def _is_alive_member(pid: int, sessions: frozenset[int], job: str) -> bool:
     try:
         stat = read_stat(pid)
         if not stat.is_alive():
