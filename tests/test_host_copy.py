@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import instep
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.errors import SharedMemoryError
+from instep.distributed.errors import PeerDiedError, SharedMemoryError
 from instep.distributed.shm import memory_handover
 from instep.distributed.shm.memory import host_memory
 from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory, numa_nodes
@@ -159,6 +161,23 @@ def test_memory_that_is_not_to_be_had_is_an_error_on_all_ranks() -> None:
         with pytest.raises(SharedMemoryError, match="another process" if instep.rank else "could"):
             get_transport().open_memory(PAGE)
     os.close(get_transport().open_memory(PAGE))  # the group goes on
+
+
+def test_memory_is_given_back_where_a_rank_dies_before_it_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(_: object) -> None:
+        raise PeerDiedError("rank 1", "open_memory")
+
+    made: list[int] = []
+    monkeypatch.setattr(
+        memory_handover, "open_host_memory", lambda _: made.append(os.dup(0)) or made[0]
+    )
+    exchange: Any = SimpleNamespace(rank=0, size=2, broadcast=lambda *_: None, barrier=die)
+    with pytest.raises(PeerDiedError):
+        memory_handover.open_on_all_ranks(exchange, PAGE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
 
 
 def _refuse(_: int) -> int:

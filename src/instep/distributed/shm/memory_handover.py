@@ -33,27 +33,29 @@ def open_on_all_ranks(exchange: Exchange, size: int) -> int:
     name = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
     exchange.broadcast(name, 0, None)
     addresses = [b"\0instep-%s-%d" % (bytes(name).hex().encode(), r) for r in range(exchange.size)]
-    problem, descriptor = "", -1
-    with ExitStack() as open_sockets:
-        try:
-            if exchange.rank == 0:
-                descriptor = open_host_memory(size)
-            endpoint = open_sockets.enter_context(_socket(addresses[exchange.rank]))
-        except OSError as error:
-            problem = str(error)
-        exchange.barrier(None)
-        if not problem and exchange.rank == 0:
-            problem = _send(endpoint, descriptor, addresses[1:])
-        exchange.barrier(None)
-        if not problem and exchange.rank != 0:
+    problem = ""
+    with ExitStack() as failed:
+        with ExitStack() as open_sockets:
             try:
-                descriptor = _receive(endpoint, exchange.signals.peers[0].pid)
+                if exchange.rank == 0:
+                    descriptor = open_host_memory(size)
+                    failed.callback(os.close, descriptor)
+                endpoint = open_sockets.enter_context(_socket(addresses[exchange.rank]))
             except OSError as error:
                 problem = str(error)
-    if failed := exchange.count_ranks(bool(problem)):
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise SharedMemoryError(size, failed, problem)
+            exchange.barrier(None)
+            if not problem and exchange.rank == 0:
+                problem = _send(endpoint, descriptor, addresses[1:])
+            exchange.barrier(None)
+            if not problem and exchange.rank != 0:
+                try:
+                    descriptor = _receive(endpoint, exchange.signals.peers[0].pid)
+                    failed.callback(os.close, descriptor)
+                except OSError as error:
+                    problem = str(error)
+        if count := exchange.count_ranks(bool(problem)):
+            raise SharedMemoryError(size, count, problem)
+        failed.pop_all()
     return descriptor
 
 
