@@ -11,6 +11,7 @@ import pytest
 
 import instep
 from instep.errors import CannotSendError, CommandLineError, RankFailedError
+from instep.launch.signals import SignalQueue, exit_on_signal
 
 pytestmark = pytest.mark.launch
 
@@ -138,6 +139,13 @@ try:
 except KeyboardInterrupt:
     print("interrupted", signal.getsignal(signal.SIGINT) is before)
 """
+
+
+def test_a_signal_that_a_program_in_c_handles_stays_with_it(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", pytest.fail)
+    with SignalQueue(), exit_on_signal():
+        pass
 
 
 def test_an_interrupt_ends_the_ranks_and_is_raised(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -50,23 +50,20 @@ class SignalQueue:
     """A context manager that queues signals which would end this process: TERMINATION_SIGNALS and
     REPORT_SIGNALS.
 
-    A signal that was ignored (by nohup, or by a shell for a background job) stays ignored. Python
-    delivers signals to the main thread, so that in another thread none is queued.
+    Python delivers signals to the main thread, so that in another thread none is queued.
     """
 
     def __init__(self) -> None:
-        queued = (*TERMINATION_SIGNALS, *REPORT_SIGNALS)
-        self._before = {number: signal.getsignal(number) for number in queued}
-        kept = [n for n in queued if self._before[n] is not signal.SIG_IGN]
-        self._kept = kept if threading.current_thread() is threading.main_thread() else []
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = _handlers((*TERMINATION_SIGNALS, *REPORT_SIGNALS) if is_main else ())
         self._receiver, self._sender = socket.socketpair()
 
     def __enter__(self) -> SignalQueue:
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
-        if self._kept:
+        if self._before:
             self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        for number in self._kept:
+        for number in self._before:
             signal.signal(number, _ignore_handled)
         return self
 
@@ -77,22 +74,35 @@ class SignalQueue:
     def pop_all(self) -> list[signal.Signals]:
         """The queued signals, in the order of their arrival."""
         try:
-            return [signal.Signals(n) for n in self._receiver.recv(4096) if n in self._kept]
+            return [signal.Signals(n) for n in self._receiver.recv(4096) if n in self._before]
         except BlockingIOError:
             return []
 
     def restore_defaults(self) -> None:
         """Let each of them end this process again, because nothing is left to clean up."""
-        for number in self._kept:
+        for number in self._before:
             signal.signal(number, signal.SIG_DFL)
 
     def __exit__(self, *_: object) -> None:
-        if self._kept:
+        if self._before:
             signal.set_wakeup_fd(self._wakeup)
-        for number in self._kept:
-            signal.signal(number, self._before[number])
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._receiver.close()
         self._sender.close()
+
+
+_Handler = Callable[[int, FrameType | None], Any] | int
+
+
+def _handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, _Handler]:
+    """The handlers of these signals that may be replaced for a while.
+
+    A signal that was ignored (by nohup, or by a shell for a background job) stays ignored, and one
+    that a program in C handles which embeds Python stays with it: Python cannot give it back.
+    """
+    found = {number: signal.getsignal(number) for number in numbers}
+    return {n: handler for n, handler in found.items() if handler not in (signal.SIG_IGN, None)}
 
 
 def _ignore_handled(number: int, frame: FrameType | None) -> None:
@@ -101,9 +111,7 @@ def _ignore_handled(number: int, frame: FrameType | None) -> None:
 
 def exit_on_signal() -> AbstractContextManager[None]:
     """Inside, a termination signal raises SystemExit with the code that a shell would report, so
-    that started processes are ended and temporary files are removed.
-
-    A signal that was ignored stays ignored. Enter it in the main thread.
+    that started processes are ended and temporary files are removed. Enter it in the main thread.
     """
     return _handled_by(_leave)
 
@@ -115,13 +123,10 @@ def ignored_signals() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _handled_by(
-    handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
-) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
+def _handled_by(handler: _Handler) -> Iterator[None]:
+    before = _handlers(TERMINATION_SIGNALS)
     for number in before:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, handler)
+        signal.signal(number, handler)
     try:
         yield
     finally:
