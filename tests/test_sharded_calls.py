@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -576,6 +576,41 @@ def test_the_reason_is_that_of_the_division_that_came_furthest() -> None:
         TimeFirst()(torch.randn(8, 6, 4))
     if instep.rank == 0:
         assert "computes TimeFirst whole: its gradients are not those" in log.getvalue()
+
+
+class LastState(nn.Module):
+    """A recurrent layer and a linear one."""
+
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn, self.last = rnn, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.rnn(x)[0][:, -1])
+        return scores
+
+
+@pytest.mark.parametrize("norm", ["", "weight_norm", "spectral_norm"])
+@ranks(2)
+def test_recurrent_layers_are_divided_in_training_and_evaluation(norm: str) -> None:
+    found = []
+    for how in (contextlib.nullcontext(), sharding()):
+        torch.manual_seed(0)
+        model, x = LastState(nn.LSTM(4, 6, 2, batch_first=True)), torch.randn(8, 5, 4)
+        if norm:
+            getattr(parametrizations, norm)(model.rnn, "weight_hh_l1")
+        outputs = []
+        with how as log:
+            for _ in range(2):
+                outputs.append(model.train()(x))
+                outputs[-1].sum().backward()
+                with torch.no_grad():
+                    outputs.append(model.eval()(x + 1))
+        found.append([*outputs, *(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(*found)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (4, 0)
+    assert log is not None
+    assert log.getvalue() == ""
 
 
 def test_sampled_calls_are_few_and_those_with_means_more() -> None:

@@ -37,12 +37,22 @@ MAX_ARRAY = 1 << 24
 
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
+_FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
 _EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *_CALLABLES)
+
+
+def is_table(part: nn.Module, name: str) -> bool:
+    """Whether this attribute holds parameters, buffers or parts, as torch keeps them.
+
+    A recurrent layer has a list of its weights, too, which its forward makes anew where one of them
+    is another tensor, as a parametrised one is each time.
+    """
+    return name in MODULE_TABLES or (name in _FLAT_WEIGHTS and isinstance(part, nn.RNNBase))
 
 
 @dataclass(slots=True)
@@ -62,7 +72,7 @@ class GraphNode:
         if self.names:
             return {name: value[name] for name in self.names if name in value}
         if isinstance(value, nn.Module):
-            return {k: v for k, v in value.__dict__.items() if k not in MODULE_TABLES}
+            return {k: v for k, v in value.__dict__.items() if not is_table(value, k)}
         if isinstance(value, dict):
             return dict(dict.items(value))
         if isinstance(value, list | tuple | deque):

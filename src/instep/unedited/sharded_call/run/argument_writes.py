@@ -29,7 +29,7 @@ from instep.training.pytree import (
 )
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import HOOK_TABLES, MODULE_TABLES
+from instep.unedited.sharded_call.plan.object_graph import HOOK_TABLES, is_table
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ class TensorAttributes:
             for k, (part, before) in enumerate(zip(self._call.parts, self._before, strict=True))
             for name, value in part.__dict__.items()
             if value is not before.get(name)
-            and name not in HOOK_TABLES | MODULE_TABLES
+            and name not in HOOK_TABLES
+            and not is_table(part, name)
             and not isinstance(value, PLAIN)
             and not computes_weight(part, name)
             and _has_only_tensors(value)

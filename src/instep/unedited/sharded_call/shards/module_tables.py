@@ -6,6 +6,7 @@ only one of another rank; the others have copies of them, which are forgotten.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -92,6 +93,13 @@ class ModuleTables:
 
 
 def _refresh_flat_weights(recurrent: Sequence[nn.RNNBase]) -> None:
-    """Recurrent layers keep a list of their weights."""
+    """Recurrent layers keep a list of their weights, and weak references by which their forward
+    tells whether it is out of date. To read a parametrised weight would compute it, which may move
+    its buffers: it is out of date in each forward."""
     for part in recurrent:
-        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        weights = [
+            part._parameters.get(name, part.__dict__.get(name, kept))
+            for name, kept in zip(part._flat_weights_names, part._flat_weights, strict=True)
+        ]
+        part._flat_weights = weights
+        part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
