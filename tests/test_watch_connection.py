@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch.distributed as dist
 
 from instep.distributed.watchdog import call_stack
 from instep.distributed.watchdog.connection import KEEPALIVE, connect
@@ -53,6 +54,13 @@ def test_within_a_host_nothing_is_probed():
 
 
 def test_a_wait_at_exit_is_no_collective_once_the_groups_are_closed() -> None:
+    found: list[object] = []
+    call_stack.wait_at_exit(lambda: found.append(call_stack.main_thread_wait()))
+    assert found == [None]
+
+
+def test_the_groups_may_be_closed_while_the_watcher_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # as it was a moment before
     found: list[object] = []
     call_stack.wait_at_exit(lambda: found.append(call_stack.main_thread_wait()))
     assert found == [None]

@@ -145,10 +145,11 @@ def _wait(frame: FrameType) -> dict[str, Any] | None:
         op = frame.f_locals["signature"].text
         return {"op": op, "members": signals.ranks, "sequence": signals.sequence}
     if frame.f_code is wait_at_exit.__code__:
-        if not dist.is_initialized():  # it has closed the groups by now
+        try:
+            members = _members(None)
+        except (ValueError, KeyError):  # it has closed the groups by now, or does so meanwhile
             return None
-        at_exit: dict[str, object] = {"call": "exit", "line": end_of_script()}
-        return at_exit | {"op": "exit", "members": _members(None)}
+        return {"call": "exit", "line": end_of_script(), "op": "exit", "members": members}
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_GROUP_OPS, *_PEER_ARGUMENTS):
         return None
