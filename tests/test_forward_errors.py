@@ -94,6 +94,36 @@ def test_errors_skip_the_batches_of_one_process_and_warnings_are_its(launch: Lau
     assert two.stderr.replace("[1] ", "") == one.stderr
 
 
+REPEATED = """
+    import warnings
+
+    import torch
+    from torch import nn
+
+    class Warns(nn.Linear):
+        def forward(self, x):
+            warnings.warn("in a forward")
+            return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+    model = Warns(4, 3)
+    for step in range(6):
+        warnings.warn("in the loop")
+        model(torch.randn(6, 4)).sum().backward()
+        model.zero_grad()
+    with torch.no_grad():
+        model.eval()(torch.randn(6, 4))
+"""
+
+
+def test_a_warning_that_is_shown_once_for_a_line_is_shown_once(launch: Launch) -> None:
+    script = launch.folder / "train.py"
+    script.write_text(textwrap.dedent(REPEATED))
+    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert one.stderr.count("UserWarning") == 2
+    assert two.stderr == one.stderr
+
+
 def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
     """In a call that is not watched."""
     script = write(launch, {"steps": "80", "bad": "(70,)"})

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from instep.process.import_hooks import ImportHook, after_import
 
@@ -226,3 +228,20 @@ def _resolve(owner: object) -> object:
         return owner
     module, _, path = owner.partition(":")
     return functools.reduce(getattr, path.split(".") if path else (), sys.modules[module])
+
+
+@contextmanager
+def ignored_warnings(message: str) -> Iterator[None]:
+    """Inside, warnings whose text begins with this pattern are not shown.
+
+    `warnings.catch_warnings` would let Python forget which warnings it has shown once, and the
+    script's would be shown again.
+    """
+    ignored = ("ignore", re.compile(message), Warning, None, 0)
+    filters: list[Any] = cast("list[Any]", warnings.filters)
+    filters.insert(0, ignored)
+    try:
+        yield
+    finally:
+        if ignored in filters:
+            filters.remove(ignored)

@@ -8,13 +8,13 @@ some ten microseconds.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from instep.process.patching import ignored_warnings
 from instep.process.torch_private import OperationMode
 from instep.training.random_ops import draws_nothing
 from instep.training.random_streams import default_generators
@@ -75,8 +75,7 @@ def release_if_idle() -> None:
 def _replace_kernels() -> None:
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
+    with ignored_warnings("(?s).*verriding a previously registered kernel"):
         for name in DRAWS_ON_CPUS:
             packet, _, overload = name.partition(".")
             func = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

@@ -8,7 +8,6 @@ import io
 import marshal
 import threading
 import types
-import warnings
 import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from instep.distributed.generator_states import is_generator
 from instep.distributed.identity.accelerators import ACCELERATORS
+from instep.process.patching import ignored_warnings
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.pytree import PLAIN, attributes_of
 from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_script
@@ -246,8 +246,7 @@ def iterator_state(value: Any) -> str:
     if type(value).__module__ not in ("builtins", "itertools"):
         return "begun"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with ignored_warnings("Pickle, copy, and deepcopy support will be removed"):
             _, arguments, *state = value.__reduce__()
     except TypeError:
         return "begun"

@@ -14,7 +14,6 @@ outputs' elements, and the tolerance is widened by the difference
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.process.patching import ignored_warnings
 from instep.process.torch_private import cpu_has_tf32, fp32_precision, hooks_of, run_backward
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
@@ -282,9 +282,8 @@ class VectorJacobianProducts:
 
     def _grads(self, outputs: Sequence[Any], cotangents: dict[int, Tensor]) -> list[Tensor | None]:
         keep_graph, create_graph, allow_unused = True, False, True
-        with warnings.catch_warnings(), _without_hooks(self.targets):
-            # Said where the first work of autograd's thread for a GPU is a product of matrices.
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+        # Said where the first work of autograd's thread for a GPU is a product of matrices.
+        with ignored_warnings("Attempting to run cuBLAS"), _without_hooks(self.targets):
             found = run_backward(
                 tuple(outputs[k] for k in cotangents),
                 tuple(cotangents.values()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,6 +17,7 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 from torch.nn.utils.parametrize import is_parametrized
 
 from instep.process import is_installed
+from instep.process.patching import ignored_warnings
 from instep.process.torch_private import is_caching_weights
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -230,6 +230,5 @@ def ignore_grad_warnings(parts: Iterable[nn.Module]) -> Iterator[None]:
     if not is_compiled(parts):
         yield
         return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a")
+    with ignored_warnings("The .grad attribute of a Tensor that is not a"):
         yield
