@@ -613,6 +613,26 @@ def test_recurrent_layers_are_divided_in_training_and_evaluation(norm: str) -> N
     assert log.getvalue() == ""
 
 
+class Pair(tuple[int, str]):
+    """Not to be taken for a list of things."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@ranks(2)
+def test_a_module_may_keep_a_tuple_that_refuses_to_tell_its_length() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    expected = model(x)
+    vars(model)["kind"] = Pair((2, "odd"))
+    with sharding() as log:
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (3, 0)
+    assert log.getvalue() == ""
+
+
 def test_sampled_calls_are_few_and_those_with_means_more() -> None:
     for has_sums, expected in ((False, [10, 100]), (True, [1, 2, 3, 4, 10, 100])):
         plan = cast(

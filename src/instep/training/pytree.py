@@ -28,6 +28,7 @@ MAX_OBJECTS = 4096
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """Types of values that nobody can change."""
+SEQUENCES = (list, tuple, deque, set, frozenset)
 _BASES = (OrderedDict, defaultdict, dict, list, tuple, types.SimpleNamespace, object)
 _VALUES = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size)
 _NO_CONTENTS = (*_VALUES, Tensor, nn.Module, type, types.FunctionType, types.ModuleType)
@@ -235,7 +236,7 @@ def _object_parts(value: Any) -> _Parts:
     if isinstance(value, dict):
         items = list(dict.values(value))
     elif isinstance(value, list | tuple):
-        items = list(value)
+        items = items_of(value)
     names = tuple(value) if isinstance(value, dict) else len(items)
     place_of = {id(item): k for k, item in enumerate(items) if not is_value(item)}
     attributes = attributes_of(value)
@@ -309,6 +310,12 @@ def _copy_items(like: Any, items: list[Any]) -> Any:
     return new
 
 
+def items_of(value: Any) -> list[Any]:
+    """What a list, tuple, deque or set holds, whatever its class makes of `len` and `iter`."""
+    kind = next(each for each in SEQUENCES if isinstance(value, each))
+    return [*kind.__iter__(value)]
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes in an object's dictionary and in the slots of its classes."""
     found = dict(getattr(value, "__dict__", ()))
@@ -342,7 +349,7 @@ def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values(), *inside]
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return [*value, *inside]
+        return [*items_of(value), *inside]
     return inside
 
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 from torch import Tensor, nn
 
-from instep.training.pytree import PLAIN
+from instep.training.pytree import PLAIN, SEQUENCES
 from instep.unedited.sharded_call.plan.object_graph import (
     HOOK_TABLES,
     GraphNode,
@@ -43,7 +43,6 @@ WATCHED_CALLS = 256
 MAX_IDLE = 16
 """A module is forgotten after so many looks at others: what is known of it may lead back to it."""
 
-_SEQUENCES = (list, tuple, deque, set, frozenset)
 _ABSENT = object()
 _OTHER_OBJECT = object()
 """In place of the value: another object than before, or more or fewer of them."""
@@ -298,7 +297,7 @@ def _table_of(node: GraphNode) -> _Table | None:
         and name not in HOOK_TABLES
         and (_is_looked_at(each) or (_is_sequence(each) and not is_of_torch))
     ]
-    if not names or (is_dict and not node.names and len(value) > MAX_NAMES):
+    if not names or (is_dict and not node.names and dict.__len__(value) > MAX_NAMES):
         return None
     if has_slots:
         return _Table(node.path, value, names, False)
@@ -334,8 +333,10 @@ def _is_counter(tensor: Tensor) -> bool:
 
 def _is_sequence(value: Any) -> bool:
     """Whether this is a short list, tuple or set of plain values."""
-    is_short = isinstance(value, _SEQUENCES) and len(value) <= MAX_ITEMS
-    return is_short and all(isinstance(item, PLAIN) for item in value)
+    kind = next((each for each in SEQUENCES if isinstance(value, each)), None)
+    if kind is None or kind.__len__(value) > MAX_ITEMS:
+        return False
+    return all(isinstance(item, PLAIN) for item in kind.__iter__(value))
 
 
 def _value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from torch.distributions import Distribution
 from instep.distributed.generator_states import describe_state, is_generator
 from instep.process import is_installed, is_stdlib
 from instep.process.torch_private import DisableTorchFunctionSubclass
-from instep.training.pytree import PLAIN, attributes_of
+from instep.training.pytree import PLAIN, attributes_of, items_of
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
@@ -76,9 +76,9 @@ class GraphNode:
         if isinstance(value, dict):
             return dict(dict.items(value))
         if isinstance(value, list | tuple | deque):
-            return list(value)
+            return items_of(value)
         if isinstance(value, set | frozenset):
-            return set(value)
+            return set(items_of(value))
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, types.CellType):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.training.pytree import PLAIN
+from instep.training.pytree import PLAIN, items_of
 from instep.unedited.sharded_call.plan.object_graph import (
     HOOK_TABLES,
     MAX_NODES,
@@ -93,9 +93,10 @@ def _links(value: Any) -> Iterator[Link]:
     items: Any = ()
     length = -1
     if isinstance(value, dict):
-        items, length = dict.items(value), len(value)
+        items, length = dict.items(value), dict.__len__(value)
     elif isinstance(value, list | deque):
-        items, length = enumerate(value), len(value)
+        kept = items_of(value)
+        items, length = enumerate(kept), len(kept)
     elif not isinstance(value, type):
         where = getattr(value, "__dict__", {})
         items = where.items()
