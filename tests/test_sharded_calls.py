@@ -613,6 +613,29 @@ def test_recurrent_layers_are_divided_in_training_and_evaluation(norm: str) -> N
     assert log.getvalue() == ""
 
 
+class MakesItsScale(nn.Linear):
+    """Makes a parameter when it sees its first batch."""
+
+    scale: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in self._parameters:
+            self.scale = nn.Parameter(1 / x.std())
+        return super().forward(x * self.scale)
+
+
+@ranks(2)
+def test_a_forward_that_makes_a_parameter_is_divided_from_the_second_call_on() -> None:
+    torch.manual_seed(0)
+    with sharding() as log:
+        model = MakesItsScale(4, 3)
+        for _ in range(3):
+            model(torch.randn(8, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
+    if instep.rank == 0:
+        assert "its forward makes the parameter scale in this call" in log.getvalue()
+
+
 class Pair(tuple[int, str]):
     """Not to be taken for a list of things."""
 

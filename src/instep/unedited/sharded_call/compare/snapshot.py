@@ -136,7 +136,8 @@ class Snapshot:
         `kept`: attributes that it may set to tensors.
         """
         for made in sorted(after._made - self._made):
-            return WholeReason(f"its forward makes the part {made}", ReasonKind.MAKES_PART)
+            what = "part" if made in after._names else "parameter"
+            return WholeReason(f"its forward makes the {what} {made}", ReasonKind.MAKES_PART)
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
         if {*changed} == {_FROZEN}:
