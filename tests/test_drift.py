@@ -233,6 +233,18 @@ def test_an_optimizer_that_is_gone_does_not_count():
         training.run(5)
 
 
+@ranks(2)
+def test_nor_do_optimizers_of_models_that_are_gone():
+    kept = []
+    for fold in range(3):
+        training = Training(lr=0.1 * (fold + 1))
+        training.run(2)
+        if fold == instep.world.rank:  # a rank has those of another fold than the other rank
+            kept.append(training.optimizer)
+        del training.model
+    kept.clear()
+
+
 @ranks(3)
 def test_a_model_in_ddp_is_compared_at_the_beginning_of_a_forward():
     torch.manual_seed(0)

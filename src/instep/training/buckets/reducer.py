@@ -138,6 +138,8 @@ class Reducer:
         for index, parameter in enumerate(self._parameters):
             reducer_of[parameter] = self
             self._hooks.append(_Hook(self, index, parameter))
+        if drift_check is not None:
+            drift_check.note_own(parameters)
 
     def join(self, backward: BackwardState) -> None:
         """Take part in this backward."""

@@ -68,6 +68,9 @@ class _Compared(NamedTuple):
 
 
 _check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
+_of_replicas: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The parameters of replicas, those included that are gone: their optimizers may still be in memory
+on some ranks."""
 
 
 def drift_check_of(
@@ -174,6 +177,10 @@ class DriftCheck:
         self._frozen += 1
         return self._frozen == 1 or is_compared_step(self._frozen, self._every)
 
+    def note_own(self, parameters: Iterable[Tensor]) -> None:
+        """The model has these parameters."""
+        _of_replicas.update((each, None) for each in parameters)
+
     def note_outside(self, leaves: Iterable[Tensor]) -> None:
         """A backward through the model computes the gradients of these tensors, which are in no
         replica."""
@@ -220,6 +227,7 @@ class DriftCheck:
                 yield f"parameter {name}", _Compared(parameter, "parameter")
         if self._is_replica:
             known = {id(p) for each in list(_check_of) for p in each.parameters()}
+            known |= {id(p) for p in list(_of_replicas)}
             own = self._own(model)
             for name, (other, is_beside) in other_parameters(own, known).items():
                 is_own = not is_beside or (other in self._outside and self._has_rows(other))
