@@ -94,6 +94,19 @@ def ignoring_all_rows_of_a_rank(log):
     train(log, net(norm=False), data, loss)
 
 
+def keeping_one_row(log):
+    data = rows(40)
+    data.tensors[1].clamp_(min=1)[3::7] = 0
+
+    def loss(model, x, y):
+        kept = (y == 0).to(x.dtype)
+        result = (cross_entropy(model(x), y, reduction="none") * kept).sum() / kept.sum()
+        instep.weight(kept.sum())
+        return result
+
+    train(log, net(), data, loss)
+
+
 def tokens(log):
     lengths = torch.arange(30, device=device()) % 5 + 1
 
@@ -118,7 +131,7 @@ def summed(log):
 
 @pytest.mark.parametrize(
     "training",
-    [class_weighted, ignoring, ignoring_all_rows_of_a_rank, summed],
+    [class_weighted, ignoring, ignoring_all_rows_of_a_rank, keeping_one_row, summed],
     ids=lambda t: t.__name__,
 )
 def test_a_stated_weight_makes_other_denominators_exact(training):

@@ -7,7 +7,7 @@ where backward finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -221,6 +221,31 @@ def find_calls(
 
     walk(roots, visit)
     return list(found), used
+
+
+@contextmanager
+def map_output_grads(
+    roots: Iterable[Tensor], function: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Inside, a backward from these tensors gives the calls from which they were computed
+    `function` of their outputs' gradients."""
+    handles = []
+
+    def change(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else function(grad) for grad in grads)
+
+    def visit(node: Any) -> Iterable[Any]:
+        if _TAG not in node.metadata:
+            return next_nodes(node)
+        handles.append(node.register_prehook(change))
+        return ()
+
+    walk(roots, visit)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 _EXCHANGES = "_AllGatherBackward", "_ExchangeBackward"

@@ -31,11 +31,12 @@ from instep.training.buckets.reducer import (
     is_reducing,
     reduce_during_backward,
     reducer_of,
+    zero_non_finite,
 )
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
-from instep.training.forward_calls import ForwardCall, find_calls, find_leaves
+from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses.closures import note_loss
 from instep.training.losses.divisors import check_divisors, is_first_uneven
 
@@ -257,16 +258,23 @@ def _backward_of_replicas(
     forward_calls.push(call)  # gradient checkpointing runs parts of the forward again
     progress.current.note_backward()
     try:
-        # The numbers of a placeholder may be anything, and a mean over no token is not a number;
-        # they are not used.
-        is_unused = call.is_placeholder or (call.weight == 0 and not _are_finite(roots))
-        finite = None
+        # The numbers of a placeholder may be anything; they are not used. A mean over no token is
+        # no number, but its rows have gradients if others do: batch statistics are of all rows.
+        is_placeholder = call.is_placeholder
+        has_no_number = not is_placeholder and call.weight == 0 and not _are_finite(roots)
+        is_unused, finite = is_placeholder or has_no_number, None
         if not is_unused:
             rows = call.batch.resolve_on_this_rank()
             finite = FiniteCheck(roots, rows, get_transport().rank)
-        state = BackwardState(is_placeholder=is_unused, sync=_is_summing(), finite_check=finite)
+        state = BackwardState(
+            is_placeholder=is_placeholder,
+            sync=_is_summing(),
+            has_no_number=has_no_number,
+            finite_check=finite,
+        )
         with (
             torch.autograd.set_detect_anomaly(False) if is_unused else nullcontext(),
+            map_output_grads(roots, zero_non_finite) if has_no_number else nullcontext(),
             reduce_during_backward(state),
         ):
             original(roots, weighted, *rest)

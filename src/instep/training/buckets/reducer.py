@@ -35,10 +35,17 @@ class BackwardState:
     """One backward on this rank, as the reducers need it."""
 
     def __init__(
-        self, *, is_placeholder: bool, sync: bool, finite_check: FiniteCheck | None = None
+        self,
+        *,
+        is_placeholder: bool,
+        sync: bool,
+        has_no_number: bool = False,
+        finite_check: FiniteCheck | None = None,
     ) -> None:
         self.is_placeholder = is_placeholder
         """Whether this rank has no rows: its gradients count as zeros, whatever was computed."""
+        self.has_no_number = has_no_number
+        """Whether this rank's loss, a mean over nothing, is no number and has the weight 0."""
         self.sync = sync
         """Whether gradients are summed over the ranks now; False inside of `no_sync`."""
         self.finite_check = finite_check
@@ -155,6 +162,8 @@ class Reducer:
         self.join(_current)
         if _current.is_placeholder:
             grad = torch.zeros_like(grad)
+        elif _current.has_no_number:
+            grad = zero_non_finite(grad)
         if not (_current.sync or _has_hooks(self._parameters[index])):
             self._accumulate(index)
             return grad
@@ -371,3 +380,12 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 _TYPE = attrgetter("requires_grad", "dtype", "device")
+
+
+def zero_non_finite(tensor: Tensor) -> Tensor:
+    """A gradient with zeros in place of what is no number."""
+    if tensor.is_sparse:
+        whole = tensor.coalesce()
+        values = zero_non_finite(whole.values())
+        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True)
+    return torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor))
