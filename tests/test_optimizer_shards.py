@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 import instep
+from instep.distributed.flight_record import record_format
 from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.optimizer_shards import sharded_step
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
@@ -370,6 +371,23 @@ def test_a_gradient_that_only_one_rank_changes_is_an_error(what) -> None:
         weight.grad = None if what == "missing" else weight.grad * 1.01
     with pytest.raises(DriftError, match=message[what]):
         optimizer.step()
+
+
+@ranks(2)
+def test_errors_between_ranks_name_what_its_collectives_are_for() -> None:
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters(), 1e-2))
+    backward(model, optimizer, batches()[0])
+    with sharded_step.recorder.with_detail("outside"):
+        optimizer.step()
+        optimizer.state_dict()
+        assert sharded_step.recorder.detail == "outside"
+    ops = {
+        entry.op for entry in record_format.read(sharded_step.recorder.file_descriptor()).entries
+    }
+    for purpose in ("step", "state_dict"):
+        assert any(op.endswith(f"({purpose} of a divided optimizer)") for op in ops), ops
+    assert "all_gather (batch statistics)" in ops
 
 
 @ranks(2)

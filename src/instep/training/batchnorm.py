@@ -26,6 +26,7 @@ from instep.distributed import numbers
 from instep.distributed.communication.collectives import sum_with_graph
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import get_transport, use_transport
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.numbers import Numbers, NumbersTransport
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
@@ -34,6 +35,8 @@ from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 _MANY = 1 << 14  # elements of a tensor
+_DETAIL = "batch statistics"
+"""What the collectives are for, in errors and records."""
 
 
 class ShardCollectives(Protocol):
@@ -57,10 +60,12 @@ class _OneShard:
     transport: NumbersTransport
 
     def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
-        return numbers.gather(by_shard[0], self.transport)
+        with recorder.with_detail(_DETAIL):
+            return numbers.gather(by_shard[0], self.transport)
 
     def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
-        return numbers.sum_over_ranks(by_shard[0], self.transport)
+        with recorder.with_detail(_DETAIL):
+            return numbers.sum_over_ranks(by_shard[0], self.transport)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,15 @@ class FlightRecorder:
         self.detail = ""
         """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
 
+    @contextmanager
+    def with_detail(self, text: str) -> Iterator[None]:
+        """Inside, `detail` is this text."""
+        before, self.detail = self.detail, text
+        try:
+            yield
+        finally:
+            self.detail = before
+
     def add_group(self, name: str, ranks: Iterable[int]) -> str:
         """Note that this rank is in a new group; returns the text for `enter`."""
         text = group_text(name, ranks)

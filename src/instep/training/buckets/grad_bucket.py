@@ -93,11 +93,8 @@ class GradBucket(ABC):
 
     def start(self, transport: Transport) -> None:
         """Start the sum over the ranks, of a bucket whose gradients are separate. Collective."""
-        recorder.detail = self.title
-        try:
+        with recorder.with_detail(self.title):
             self._start(transport)
-        finally:
-            recorder.detail = ""
 
     @abstractmethod
     def _start(self, transport: Transport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.flight_record.recorder import recorder
 from instep.training.buckets.reducer import reducer_of
 from instep.training.drift.step_gradients import GradientCheck
 from instep.training.errors import CannotShardError, ShardedTwiceError
@@ -155,8 +157,9 @@ class _ShardedSteps:
         self._step_of_class(self._local)
         for options, local in zip(optimizer.param_groups, self._local.param_groups, strict=True):
             options.update({name: local[name] for name in local if name not in _OF_LOCAL_STEP})
-        for bucket in buckets:
-            bucket.gather()
+        with recorder.with_detail("step of a divided optimizer"):
+            for bucket in buckets:
+                bucket.gather()
         vars(optimizer)["_opt_called"] = True
         return loss
 
@@ -219,8 +222,8 @@ class _ShardedSteps:
     def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of the undivided optimizer, whole on every rank. Collective."""
         full: dict[Tensor, State] = {}
-        for group in self._groups:
-            for bucket in group:
+        with recorder.with_detail("state_dict of a divided optimizer"):
+            for bucket in chain.from_iterable(self._groups):
                 full.update(bucket.full_state(self.local_state))
         optimizer.state = defaultdict(dict, _in_order(full, optimizer.param_groups))
         try:
