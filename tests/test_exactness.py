@@ -107,6 +107,19 @@ def keeping_one_row(log):
     train(log, net(), data, loss)
 
 
+def keeping_nothing_of_a_batch(log):
+    data = rows(40)
+    data.tensors[1][14:21] = -1
+
+    def loss(model, x, y):
+        kept = y != -1
+        total = cross_entropy(model(x), y, ignore_index=-1, reduction="sum")
+        instep.weight(kept.sum())
+        return total / kept.sum().clamp(min=1) + model[0].weight.square().sum() * 1e-2
+
+    train(log, net(), data, loss)
+
+
 def tokens(log):
     lengths = torch.arange(30, device=device()) % 5 + 1
 
@@ -131,7 +144,14 @@ def summed(log):
 
 @pytest.mark.parametrize(
     "training",
-    [class_weighted, ignoring, ignoring_all_rows_of_a_rank, keeping_one_row, summed],
+    [
+        class_weighted,
+        ignoring,
+        ignoring_all_rows_of_a_rank,
+        keeping_one_row,
+        keeping_nothing_of_a_batch,
+        summed,
+    ],
     ids=lambda t: t.__name__,
 )
 def test_a_stated_weight_makes_other_denominators_exact(training):

@@ -162,7 +162,9 @@ def weight(count: Tensor | float | None) -> None:
         counts[transport.rank] = torch.as_tensor(count).detach().reshape(())
     transport.all_reduce(counts, "sum").wait()
     total = counts.sum()
-    call.weights = tuple((counts / total if total else counts).tolist())
+    # Where nothing is counted on any rank one process has no number either, and all of its penalty.
+    call.weight = call.weights = None
+    call.weights = tuple((counts / total).tolist()) if total else _weights(call)
     call.weight = call.weights[transport.rank]
 
 
