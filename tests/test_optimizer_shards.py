@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import instep
 from instep.distributed.flight_record import record_format
+from instep.errors import TrainingError
 from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.optimizer_shards import sharded_step
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
@@ -388,6 +389,21 @@ def test_errors_between_ranks_name_what_its_collectives_are_for() -> None:
     for purpose in ("step", "state_dict"):
         assert any(op.endswith(f"({purpose} of a divided optimizer)") for op in ops), ops
     assert "all_gather (batch statistics)" in ops
+
+
+@ranks(2)
+def test_a_step_with_gradients_that_were_not_summed_is_an_error() -> None:
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.SGD(model.parameters(), 1e-2))
+    data = [instep.shard(tuple(each.clone() for each in batches()[0])) for _ in range(4)]
+    for (x, y), _ in instep.accumulate(data, 3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        break
+    with pytest.raises(TrainingError, match="accumulate was left before its last batch"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer, batches()[1])
+    optimizer.step()
 
 
 @ranks(2)

@@ -389,3 +389,8 @@ def zero_non_finite(tensor: Tensor) -> Tensor:
         values = zero_non_finite(whole.values())
         return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True)
     return torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor))
+
+
+def partial_sums() -> list[Tensor]:
+    """The parameters whose `.grad` is this rank's part of a sum that is still to be made."""
+    return [each._parameters[index] for each in _unfinished for index in each._partial]

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import recorder
-from instep.training.buckets.reducer import reducer_of
+from instep.errors import TrainingError
+from instep.training.buckets.reducer import partial_sums, reducer_of
 from instep.training.drift.step_gradients import GradientCheck
 from instep.training.errors import CannotShardError, ShardedTwiceError
 from instep.training.optimizer_shards.bucket import Divide, State, StepBucket
@@ -73,6 +74,17 @@ def _division_of(optimizer: Optimizer) -> Divide:
     for group in optimizer.param_groups:
         _check_once(group)
     return _DIVISIONS[by]
+
+
+def _check_summed(parameters: Sequence[Tensor]) -> None:
+    unsummed = {id(each) for each in partial_sums() if each.grad is not None}
+    if any(id(each) in unsummed for each in parameters):
+        raise TrainingError(
+            "a divided optimizer steps with gradients that were not summed over the ranks: no "
+            "backward outside of instep.no_sync has followed, or the loop of instep.accumulate was "
+            "left before its last batch. Step after a backward that sums, or call "
+            "optimizer.zero_grad() first."
+        )
 
 
 def _check_once(group: dict[str, Any]) -> None:
@@ -141,6 +153,7 @@ class _ShardedSteps:
                 loss = closure()
         self._divide_new(lambda parameter: parameter.grad is not None)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        _check_summed(parameters)
         gradients = [each.grad for each in parameters]
         self._check_of_gradients.begin_step(parameters, gradients, {}, self._transport)
         buckets = [bucket for group in self._groups for bucket in group]
