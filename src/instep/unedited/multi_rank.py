@@ -32,6 +32,7 @@ from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, print_line, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error
+from instep.training.draws import kernels
 from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
@@ -204,6 +205,7 @@ class MultiRankSession:
         self._alone.enter_context(use_transport(LocalTransport()))
         patch_table.install_for_one_rank()
         loaders.stop_sharing()
+        kernels.release()
         note_backward(is_summed=False)
         interrupts.disconnect()
         launcher_env.unset_threads()

@@ -90,7 +90,8 @@ def compared_models() -> list[nn.Module]:
 
 def _end_steps(optimizer: Optimizer) -> None:
     for check in list(_check_of.values()):
-        check.end_step(optimizer)
+        if check.is_replica:
+            check.end_step(optimizer)
 
 
 class DriftCheck:
@@ -116,7 +117,7 @@ class DriftCheck:
         self._model = weakref.ref(model)
         self._transport = transport
         self._buffers = buffers
-        self._is_replica = is_replica
+        self.is_replica = is_replica
         self._every = int(settings.DRIFT_STEPS)
         self.step = 0
         """How many backwards have summed gradients of the model, or steps were made without."""
@@ -138,6 +139,7 @@ class DriftCheck:
         self._warned: set[str] = set()
         if self._every:
             follow_optimizers()
+        if self._every and is_replica:  # else one rank alone may have an optimizer of its own
             after_each_step(_end_steps)
 
     def end_backward(self, requests: int = 0) -> None:
@@ -161,7 +163,7 @@ class DriftCheck:
         model = self._model()
         own = set() if model is None else self._own(model)
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        if not (is_own and self._is_replica):  # else one rank alone may have such an optimizer
+        if not is_own:
             return
         self.step += 1
         self._without_sums[optimizer] = self.step, count + 1
@@ -225,7 +227,7 @@ class DriftCheck:
         for name, parameter in model.named_parameters():
             if is_comparable(parameter):
                 yield f"parameter {name}", _Compared(parameter, "parameter")
-        if self._is_replica:
+        if self.is_replica:
             known = {id(p) for each in list(_check_of) for p in each.parameters()}
             known |= {id(p) for p in list(_of_replicas)}
             own = self._own(model)

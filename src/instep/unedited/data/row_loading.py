@@ -205,7 +205,7 @@ class RowDataset(Dataset[Any]):
     def _load(self, request: RowRequest) -> list[Any]:
         """Seeding takes longer than many a sample, so it is tried without first."""
         if not in_main_thread():
-            return [self._sample(index) for index in request.indices]
+            return self._samples(request.indices)
         samples = None if self._draws else self._load_unseeded(request.indices)
         if samples is not None:
             return samples
@@ -221,7 +221,7 @@ class RowDataset(Dataset[Any]):
             before = RNGStates.capture()
             with buffered_prints() as release:
                 try:
-                    samples += map(self._sample, some)
+                    samples += self._samples(some)
                 except Exception:  # of the script's data set
                     if before.equals(RNGStates.capture()):
                         raise
@@ -234,14 +234,17 @@ class RowDataset(Dataset[Any]):
 
     def _seeded_sample(self, seed: int, number: int, index: Any) -> Any:
         _seed_stream(seed, number)
-        return self._sample(index)
+        return self._samples([index])[0]
 
-    def _sample(self, index: Any) -> Any:
+    def _samples(self, indices: Iterable[Any]) -> list[Any]:
+        samples, dataset, index = [], self.dataset, None
         try:
-            return self.dataset[index]
+            for index in indices:
+                samples.append(dataset[index])
         except Exception as error:
-            error.add_note(f"This was sample {index!r} of {type(self.dataset).__name__}.")
+            error.add_note(f"This was sample {index!r} of {type(dataset).__name__}.")
             raise
+        return samples
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
         effects = LoadingEffects(self.dataset)
