@@ -95,6 +95,17 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
     assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
 
 
+@pytest.mark.parametrize("source", [b"import os\n\nprint('\xd6\xd0')\n", b"print('\xd6\xd0')\n"])
+def test_a_script_in_another_encoding_than_it_declares_is_named(
+    launch: Launch, source: bytes
+) -> None:
+    path = launch.folder / "train.py"
+    path.write_bytes(source)
+    alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    result = launch.run("-n", 1, path)
+    assert result.stderr == f"instep: rank 0 of 1 failed (exit code 1)\n{alone.stderr}"
+
+
 def test_a_rank_that_leaves_in_a_library_is_named_by_the_line_of_its_script(
     launch: Launch,
 ) -> None:
