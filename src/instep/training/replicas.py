@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -26,8 +25,9 @@ from instep.distributed.communication.scopes import scope_number
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import set_phase
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity.torch_devices import is_capturing_graph
-from instep.errors import InstepWarning, TrainingError
+from instep.errors import TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
@@ -242,12 +242,10 @@ def _warn_of_draws(
         or any(not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu)
         or not (others is None or call.batch_dims.draws_same(call, others))
     ):
-        warnings.warn(
+        warn_at_script_line(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
             "draws its own, so the numbers are not those of one process. Draw them outside, for "
             "the whole batch, and shard them: instep.shard(noise). [INS701]",
-            InstepWarning,
-            stacklevel=2,
         )
 
 
@@ -264,12 +262,10 @@ def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     else:
         return
     _copies.add(type(module))
-    warnings.warn(
+    warn_at_script_line(
         f"a copy of a replicated {type(module).__name__} is called for training with this rank's "
         f"share of a batch. It is no replica: its {of_rank} stay this rank's own. Call "
         "instep.replicate(copy). [INS708]",
-        InstepWarning,
-        stacklevel=2,
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from instep.errors import InstepWarning
 from instep.process import PACKAGE_FOLDER
 
 OUTSIDE_SCRIPT = (PACKAGE_FOLDER, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
@@ -26,3 +29,10 @@ def location(frame: FrameType) -> str:
     UTF-8 are written as Python's tracebacks write them."""
     file = frame.f_code.co_filename.encode(errors="backslashreplace").decode()
     return f"{file}:{frame.f_lineno}"
+
+
+def warn_at_script_line(text: str) -> None:
+    """Warn (InstepWarning) as if the script's line that leads here did."""
+    frame = script_frame(sys._getframe(1))
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, InstepWarning, *place)

@@ -7,7 +7,6 @@ the ranks send more, to find the first tensor that differs.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
-from instep.errors import InstepWarning
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.process import settings
 from instep.process.exit_status import group_ranks
 from instep.process.torch_private import InstanceNorm
@@ -307,12 +306,12 @@ class DriftCheck:
         self._warned.add(key)
         what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
         what += _EACH_RANKS_OWN if is_own else self._cause(name)
-        warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
+        warn_at_script_line(f"{what} Training goes on. [INS703]")
 
     def _warn_of_lengths(self, model: str) -> None:
         if _LENGTHS not in self._warned:
             self._warned.add(_LENGTHS)
-            warnings.warn(f"{model} {_LENGTHS}", InstepWarning, stacklevel=2)
+            warn_at_script_line(f"{model} {_LENGTHS}")
 
     def _cause(self, name: str) -> str:
         """The layer of this buffer, if it averages what this rank's rows give it."""

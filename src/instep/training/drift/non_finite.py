@@ -11,7 +11,6 @@ from __future__ import annotations
 import cmath
 import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.distributed.flight_record.script_line import location, script_frame
-from instep.errors import InstepWarning
+from instep.distributed.flight_record.script_line import location, script_frame, warn_at_script_line
 from instep.process import settings
 from instep.training.blocks import Block
 from instep.training.drift.comparison import DriftCheck
@@ -137,9 +135,7 @@ class _Finding:
 
 
 def _warn(text: str) -> None:
-    frame = script_frame(sys._getframe(1))
-    place = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(f"{text} Training goes on. [INS702]", InstepWarning, *place)
+    warn_at_script_line(f"{text} Training goes on. [INS702]")
 
 
 @dataclass
