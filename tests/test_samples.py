@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+import networks
 from instep.unedited.data import sample_schema
 from instep.unedited.data.batch_exchange import (
     ExchangedBatch,
@@ -308,11 +309,11 @@ class OfClass:
     rng = np.random.default_rng(0)
 
 
-sample_schema.rng = random.Random(0)
+networks.rng = random.Random(0)
 
 
 def draws_from_another_module(x):
-    return x + sample_schema.rng.random()
+    return x + networks.rng.random()
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def draws_from_another_module(x):
         (Holding(draw=functools.partial(max, key=random.Random(0))), "self.draw['key']"),
         (Drawing(), "_module_rng"),
         (OfClass(), "self.rng"),
-        (Holding(transform=draws_from_another_module), "sample_schema.rng"),
+        (Holding(transform=draws_from_another_module), "networks.rng"),
         (Holding(rng=torch.default_generator, other=random._inst), None),
         (Holding(draw=not_yet_bound(), x=torch.ones(2), kind=Drawing, module=random), None),
         (Holding(long=[*range(16), random.Random(0)]), None),

@@ -31,7 +31,7 @@ FEW = {"mnist": ["--epochs", "1", "--batch-size", "24"]}
 
 
 def proven(name: str, sizes: list[int], steps: int | None, arguments: list[str]) -> Report:
-    report = verify_script([str(FOLDER / f"{name}.py"), *arguments], sizes, steps, start=Forked())
+    report = verify_script([str(FOLDER / f"{name}.py"), *arguments], sizes, Forked(), steps)
     assert report.verdict is not Verdict.DIFFERENT, (report.divergence, report.cause)
     assert (report.compare_with_python is not None) == (name in RANDOM)
     assert [result.run.n for result in report.results] == sizes
