@@ -35,7 +35,8 @@ class Patch:
     """By which name."""
     replacement: Function
     """Called as `replacement(original, *args, **kwargs)`. It passes on to `original`, which may
-    be another patch's, what does not concern it."""
+    be another patch's, what does not concern it. A call by this name is left out of tracebacks
+    (`tracebacks.format_traceback`)."""
     reason: str = ""
     """Why a script needs it."""
     factory: bool = False

@@ -79,8 +79,8 @@ def seed_all(seed: int) -> None:
 _MT19937_BYTES = 4 * (624 + 1)
 """The key and the position of a Mersenne twister in memory."""
 _read_last: tuple[bytes, dict[str, Any]] | None = None
-"""The memory of numpy's global generator, and its state. No normal number waits there: so its next
-draw changes this memory."""
+"""The memory of numpy's global generator, and its state. Kept only where that holds no normal
+number for the next draw (`has_gauss`): then each draw changes this memory."""
 
 
 def _read_numpy() -> dict[str, Any]:

@@ -64,6 +64,7 @@ _HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
 NOTHING_RIGHT = (_HAS_RUN, 0)
 """The progress of a sharded call whose first output is not that of the whole one."""
 ONLY_GRADIENTS_DIFFER = (_HAS_STATE, 0)
+"""That of one whose outputs and state are those of the whole one, but not its gradients."""
 
 
 class CallComparison:
@@ -91,7 +92,7 @@ class CallComparison:
         run, how many of its outputs were right."""
 
     def accept_rounding(self, plan: ShardingPlan) -> None:
-        """With this plan it is the same in full precision; half precision may round as it does."""
+        """With this plan it is the same in a higher precision; its own may round as it does."""
         self.known_outputs, self._tolerances.is_proven = plan.outputs, True
 
     def try_division(self, division: Division) -> tuple[tuple[ShardingPlan, Any] | None, str]:

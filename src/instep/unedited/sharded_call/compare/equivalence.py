@@ -16,7 +16,7 @@ from instep.unedited.sharded_call.compare.call_comparison import (
     ONLY_GRADIENTS_DIFFER,
     CallComparison,
 )
-from instep.unedited.sharded_call.compare.full_precision import (
+from instep.unedited.sharded_call.compare.higher_precision import (
     compare_in_float64,
     compare_in_full_precision,
 )

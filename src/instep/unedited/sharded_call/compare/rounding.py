@@ -37,8 +37,8 @@ NOISE_FACTOR = 10.0
 MAX_ERROR = 1e-2
 """Larger differences of outputs and buffers do not count as rounding."""
 MAX_GRADIENT_ERROR = 1e-1
-MAX_HALF_ERROR = 0.5
-"""The same in half precision for a call that is the same in full precision."""
+MAX_PROVEN_ERROR = 0.5
+"""The same for a call that is the same in a higher precision."""
 SUM_FACTOR = 2.0
 """A gradient may be this many times as far off as `VectorJacobianProducts.sum_errors` says."""
 _SMALL = 1e-2

@@ -15,7 +15,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     FLIPPED_GRADIENT,
     MAX_ERROR,
     MAX_GRADIENT_ERROR,
-    MAX_HALF_ERROR,
+    MAX_PROVEN_ERROR,
     PERTURBATIONS,
     SUM_FACTOR,
     allowed_error,
@@ -83,8 +83,8 @@ class Tolerances:
         """Whether gradients differ by more than rounding explains, and by no more than units that
         flip would."""
         self.is_proven = False
-        """Whether the call is the same in full precision. Then half precision alone sets them
-        apart, which batch normalisation over few numbers enlarges without a limit."""
+        """Whether the call is the same in a higher precision. Then rounding alone sets them apart,
+        which batch normalisation over few numbers enlarges without a limit."""
 
     def measure_noise(self) -> None:
         """Find how much of a difference rounding can explain."""
@@ -104,7 +104,7 @@ class Tolerances:
         """Whether these rows are those of its `k`-th output."""
         out = self._reference.outputs[k]
         if self.is_proven:
-            return relative_error(joined, out) <= MAX_HALF_ERROR
+            return relative_error(joined, out) <= MAX_PROVEN_ERROR
         noise = self._noise.outputs[k] if self._noise else 0.0
         return self._is_close(relative_error(joined, out), output_tolerance(out), noise, MAX_ERROR)
 
@@ -118,7 +118,7 @@ class Tolerances:
             key
             for key, error in local.buffer_errors(after).items()
             if error.relative > limit
-            and not (self.is_proven and error.to_spread <= MAX_HALF_ERROR)
+            and not (self.is_proven and error.to_spread <= MAX_PROVEN_ERROR)
             and not self._is_close(error.to_spread, 0.0, noises.get(key, 0.0), MAX_ERROR)
         ]
         return local.find_difference(after, before, far, limit or tolerance(torch.float32))
@@ -127,7 +127,7 @@ class Tolerances:
         """Whether these outputs give the same gradients, if they were computed."""
         errors = self._reference.gradient_errors(outputs)
         if self.is_proven:
-            return max(errors, default=0.0) <= MAX_HALF_ERROR
+            return max(errors, default=0.0) <= MAX_PROVEN_ERROR
         noises = self._noise.gradients if self._noise else [0.0] * len(errors)
         # For another rounding another unit flips: it moves other gradients, by as much at most.
         largest = min(max(noises, default=0.0), MAX_GRADIENT_ERROR)
