@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 import instep
-from collectives import seconds
 from instep.distributed.communication.transport import get_transport
 from machine import machine, ratios, shown
 
@@ -62,10 +62,23 @@ def measure(blocks: int) -> Blocks:
         values = torch.zeros(numel)
         block = {}
         for name in order.sample(list(contenders), len(contenders)):
-            work = lambda call=contenders[name]: call(values)  # noqa: B023, E731
-            block[name] = seconds((work, lambda: values.fill_(1.0)), REPEATS[numel])  # noqa: B023
+            block[name] = seconds_of_one(contenders[name], values, REPEATS[numel])
         results[str(numel)].append({name: block[name] for name in contenders})
     return {numel: measured[1:] for numel, measured in results.items()}  # the first warms up
+
+
+def seconds_of_one(
+    call: Callable[[torch.Tensor], object], values: torch.Tensor, repeats: int
+) -> float:
+    """The mean time of calls that follow each other, as the layers of a model issue them.
+
+    Not with a barrier between them: Gloo's threads still work on the barrier while the call runs.
+    """
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call(values)
+    return (time.perf_counter() - start) / repeats
 
 
 def run(ranks: tuple[int, ...], rate: str | None, blocks: int) -> Blocks:

@@ -18,7 +18,7 @@ from instep.distributed.shm import across_hosts
 from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.joining import join, obstacle, place_of
 from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
-from instep.errors import BrokenGroupError
+from instep.errors import BrokenGroupError, DisagreementError
 from pool import ranks
 
 pytestmark = [
@@ -102,6 +102,20 @@ def test_three_hosts_have_the_same_bits_everywhere():
             assert all(torch.equal(part, mine) for part in parts)
 
 
+@pytest.mark.parametrize("near", [1, 3, (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("numel", [1, 2_500])  # all ranks' values between hosts, or none's
+@ranks(6)
+def test_small_sums_follow_the_tree_of_one_host(near, numel):
+    """`near` 1: six hosts, of which each hears in three rounds of all others."""
+    parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(6)]
+    expected = torch.empty(numel)
+    scratch = [torch.empty(numel) for _ in range(buffer_count(6))]
+    reduce_into(expected, parts, find_reduction(ReduceOp.SUM, torch.float32), scratch)
+    mine = parts[dist.get_rank()]
+    over(kept(near, "kept"), mine).wait()
+    assert torch.equal(mine, expected)
+
+
 @pytest.mark.parametrize("near", [2, (3, 1)], ids=str)
 @pytest.mark.parametrize("numel", [1, 300, 5_000, 700_001])  # small ones are not
 @ranks(4)
@@ -182,5 +196,32 @@ def test_who_leaves_is_not_waited_for():
     if dist.get_rank() == 0:
         with pytest.raises(BrokenGroupError, match=r"rank 1 .* destroyed its process group"):
             over(members, torch.ones(10)).wait()
+    dist.barrier()
+    members.shutdown()
+
+
+@ranks(4)
+def test_hosts_that_disagree_say_so():
+    """Before a tag was sent along, the bytes of one reduction could be taken for another's."""
+    members = group(2, "differing")
+    rank = dist.get_rank()
+    with pytest.raises(BrokenGroupError if rank % 2 else DisagreementError) as error:
+        over(members, torch.ones(3 if rank < 2 else 5)).wait()
+    if rank % 2 == 0:
+        assert f"another one on rank {2 - rank}" in str(error.value)
+    dist.barrier()
+    members.shutdown()
+
+
+@ranks(4)
+def test_a_host_that_leaves_is_not_waited_for():
+    members = group(2, "host-left")
+    if dist.get_rank() >= 2:
+        members.shutdown()
+    else:
+        with pytest.raises(BrokenGroupError) as error:
+            over(members, torch.ones(10)).wait()
+        if dist.get_rank() == 0:
+            assert re.match("rank 2 has ended, or destroyed its process group", str(error.value))
     dist.barrier()
     members.shutdown()

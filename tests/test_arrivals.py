@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from instep.distributed import interfaces
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
+from instep.distributed.rendezvous import job_fingerprint, listening
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError

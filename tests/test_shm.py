@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -1202,3 +1203,27 @@ def join_by_device(rank, store, size):
 
 def test_it_can_be_asked_for_by_device(tmp_path):
     assert launch(tmp_path, 2, join_by_device) == ["(True, [2.0, 2.0])"] * 2
+
+
+def test_a_rank_whose_core_another_process_takes_sleeps_from_then_on(monkeypatch):
+    memory = memoryview(bytearray(2 * BYTES_PER_RANK))
+    peers = [Peer.of_this_process(rank) for rank in range(2)]
+    first, second = (Signals(memory, r, peers, lambda: timedelta(seconds=30)) for r in range(2))
+    slept, gave_away = [], []
+
+    def sleep(_seconds):
+        slept.append(None)
+        if len(slept) % 3 == 0:
+            second.barrier(signature_of("barrier"))
+
+    def give_away_a_slice():
+        gave_away.append(None)
+        until = time.monotonic() + 0.001
+        while time.monotonic() < until:
+            pass
+
+    monkeypatch.setattr(os, "sched_yield", give_away_a_slice)
+    monkeypatch.setattr(time, "sleep", sleep)
+    first.barrier(signature_of("barrier"))
+    first.barrier(signature_of("barrier"))
+    assert (len(gave_away), len(slept)) == (1, 6)

@@ -20,11 +20,11 @@ import pytest
 import torch.distributed as dist
 
 import instep
+from instep.distributed import interfaces
 from instep.distributed.identity import authentication, endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import (
     bootstrap,
-    interfaces,
     port_file,
     secret_handover,
     signed_pickle,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep.distributed import gloo_threads, shm
+from instep.distributed import gloo_threads, interfaces, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.flight_record import timeline_file
@@ -32,7 +32,7 @@ from instep.distributed.identity import launchers, torch_devices
 from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import interfaces, join_check, listening, port_file
+from instep.distributed.rendezvous import join_check, listening, port_file
 from instep.distributed.rendezvous.devices import (
     backend_of,
     check_devices_differ,

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from instep.distributed import interfaces
 from instep.distributed.errors import PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
-from instep.distributed.rendezvous import interfaces
 
 ALL_INTERFACES = "0.0.0.0"
 

@@ -18,12 +18,13 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from instep.distributed import interfaces
 from instep.distributed.errors import AuthenticationError, LeftoverRendezvousError, RendezvousError
 from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.authentication import check_private_file, make_secret, read_secret
 from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import interfaces, join_check, port_file, secret_handover
+from instep.distributed.rendezvous import join_check, port_file, secret_handover
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.listening import (
     ALL_INTERFACES,

@@ -4,8 +4,8 @@ all_reduce is hierarchical. Each rank of a host reduces one slice of the tensor 
 shared memory; the ranks with the same slice reduce it between the hosts, over Gloo; the ranks of a
 host gather the slices. Where the hosts have unequal numbers of ranks, the first rank of each does
 all of it for its host. So a tensor crosses the network once per host, not once per rank; in
-`sum_rounded` with fewer bits for each number. All other collectives, and those of one or two
-numbers, are left to Gloo.
+`sum_rounded` with fewer bits for each number. A small tensor goes by messages between the first
+ranks, without Gloo. All other collectives are left to Gloo.
 """
 
 # mypy: disable-error-code="override"
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Reduc
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.pending import Pending, RoundedSum
 from instep.distributed.shm.exchange import Exchange
+from instep.distributed.shm.host_channel import LONGEST_RESULT, HostChannel
 from instep.distributed.shm.joining import place_of
 from instep.distributed.shm.memory.flat import is_plain
 from instep.distributed.shm.memory.reduction import (
@@ -32,21 +34,14 @@ from instep.distributed.shm.memory.reduction import (
     find_reduction,
     reduce_into,
 )
-from instep.distributed.shm.memory.signals import signature_of
+from instep.distributed.shm.memory.signals import CollectiveSignature, signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.work_queue import Collective, WorkQueue
-from instep.process.torch_private import AllgatherOptions, AllreduceOptions, Work, skip_methods
+from instep.process.torch_private import AllreduceOptions, Work, skip_methods
 
-_FEW_NUMBERS = 2
-"""Gloo reduces so many over all ranks sooner than a host and then the hosts could: measured with 4
-to 16 ranks on two hosts."""
-_TINY_BYTES = 256
-"""Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
-follow each other as for a reduction between the hosts."""
 _SMALL_BYTES = 16 << 10
-"""Up to this size a tensor is neither sliced nor rounded: each rank reduces all of it with the
-other hosts."""
+"""Up to this size a tensor is not rounded."""
 _SEGMENT_BYTES = 8 << 20
 """While one segment of a tensor is on the network, the next is reduced on the host."""
 
@@ -108,11 +103,24 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         ranks are consecutive. Collective."""
         super().__init__(store, gloo, name)
         self._exchange = exchange
-        self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
+        self._queue = WorkQueue(exchange.signals.abort, self._leave)
         group = self._recorded_as
         exchange.signals.describe = lambda: recorder.describe(group)
         host, host_rank = place_of(gloo.rank(), sizes)
         self._are_equal = len(set(sizes)) == 1
+        self._sizes = sizes
+        self._channel: HostChannel | None = None
+        """Of the first rank of each host."""
+        if host_rank == 0:
+            firsts = [self._members[first] for first in (0, *accumulate(sizes[:-1]))]
+            signals = exchange.signals
+            self._channel = HostChannel(
+                PrefixStore("channel/", store),
+                host,
+                firsts,
+                signals.default_timeout,
+                signals.describe,
+            )
         if self._are_equal or host_rank == 0:
             prefix = PrefixStore(f"between{host_rank}/", store)
             between = ProcessGroupGloo(prefix, host, len(sizes), gloo.options._timeout)
@@ -121,7 +129,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         """all_reduce of one tensor; in the calling thread, if that waits for it."""
-        if len(tensors) != 1 or tensors[0].numel() <= _FEW_NUMBERS:
+        if len(tensors) != 1 or tensors[0].numel() == 0:
             return super().allreduce(tensors, opts)
         if (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
             return super().allreduce(tensors, opts)
@@ -154,35 +162,46 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         self._queue.close()
         super().shutdown()
 
-    def _all_reduce(self, whole: Tensor, how: _HierarchicalReduce) -> None:
-        if not self._are_equal:
-            self._reduce_by_first_ranks(whole, how)
-        elif whole.nbytes > _SMALL_BYTES:
-            self._reduce_by_slices(whole, how)
-        elif whole.nbytes > _TINY_BYTES:
-            self._exchange.all_reduce(whole, how.reduction, how.timeout)
-            how.between(self._inter_host, whole).wait()
-        else:
-            self._gather_and_reduce(whole, how.reduction, how.timeout)
+    def _leave(self) -> None:
+        self._exchange.signals.leave()
+        if self._channel is not None:
+            self._channel.close()
 
-    def _gather_and_reduce(
-        self, whole: Tensor, reduction: Reduction, timeout: timedelta | None
-    ) -> None:
-        here, hosts = self._exchange, self._inter_host.size()
-        gathered = whole.new_empty(hosts, here.size, whole.numel())
-        mine = torch.empty_like(gathered[0])
-        signature = signature_of("all_reduce", whole.dtype, whole.numel(), reduction.name)
-        here.all_gather(mine.unbind(), whole, timeout, signature)
-        opts = AllgatherOptions()
-        if timeout is not None:
-            opts.timeout = timeout
-        self._inter_host.allgather([[*gathered.unbind()]], [mine], opts).wait()
-        nodes = [torch.empty_like(whole) for _ in range(buffer_count(self.size()))]
-        reduce_into(whole, gathered.flatten(0, 1).unbind(), reduction, nodes)
+    def _all_reduce(self, whole: Tensor, how: _HierarchicalReduce) -> None:
+        if whole.nbytes * self.size() <= LONGEST_RESULT:
+            self._gather_and_reduce(whole, how)
+        elif self._are_equal and not self._fits_channel(whole, how):
+            self._reduce_by_slices(whole, how)
+        else:
+            self._reduce_by_first_ranks(whole, how)
+
+    def _gather_and_reduce(self, whole: Tensor, how: _HierarchicalReduce) -> None:
+        here, timeout = self._exchange, how.timeout
+        signature = _signature(whole, how)
+        of_host = here.all_gather_bytes(_bytes_of(whole), signature, timeout)
+        if self._channel is not None:
+            lengths = [size * whole.nbytes for size in self._sizes]
+            of_all = self._channel.all_gather(of_host, lengths, signature, timeout)
+            _reduce_parts(whole, of_all, self.size(), how.reduction)
+        here.broadcast(whole, 0, timeout)
+
+    def _fits_channel(self, values: Tensor, how: _HierarchicalReduce) -> bool:
+        """Whether the hosts' sums of `values` may be sent to all hosts."""
+        return values.nbytes * len(self._sizes) <= LONGEST_RESULT and how.rounded_to is None
+
+    def _start_between_hosts(self, values: Tensor, how: _HierarchicalReduce) -> Pending | None:
+        """On the first rank of each host; None if it is over."""
+        if not self._fits_channel(values, how):
+            return how.between(self._inter_host, values)
+        assert self._channel is not None
+        lengths, signature = [values.nbytes] * len(self._sizes), _signature(values, how)
+        of_all = self._channel.all_gather(_bytes_of(values), lengths, signature, how.timeout)
+        _reduce_parts(values, of_all, len(self._sizes), how.reduction)
+        return None
 
     def _reduce_by_slices(self, whole: Tensor, how: _HierarchicalReduce) -> None:
         here, timeout = self._exchange, how.timeout
-        signature = signature_of("all_reduce", whole.dtype, whole.numel(), how.reduction.name)
+        signature = _signature(whole, how)
         longest = _SEGMENT_BYTES // whole.itemsize // here.size * here.size
         segments = []
         for values in whole.split(longest):
@@ -200,7 +219,6 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
     def _reduce_by_first_ranks(self, whole: Tensor, how: _HierarchicalReduce) -> None:
         here, timeout, is_mean = self._exchange, how.timeout, how.reduction.is_mean
-        hosts = self._inter_host if here.rank == 0 else None
         if is_mean:  # the mean of the hosts' means is another one
             opts = _options(ReduceOp.SUM)
             opts.timeout = how.opts.timeout
@@ -208,13 +226,29 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         started: list[tuple[Tensor, Pending | None]] = []
         for values in whole.split(_SEGMENT_BYTES // whole.itemsize):
             here.reduce(values, how.reduction, 0, timeout)
-            started.append((values, how.between(hosts, values) if hosts else None))
+            is_first = here.rank == 0
+            started.append((values, self._start_between_hosts(values, how) if is_first else None))
         for values, pending in started:
             if pending is not None:
                 pending.wait()
             here.broadcast(values, 0, timeout)
         if is_mean:
             whole.div_(self.size())
+
+
+def _signature(whole: Tensor, how: _HierarchicalReduce) -> CollectiveSignature:
+    return signature_of("all_reduce", whole.dtype, whole.numel(), how.reduction.name)
+
+
+def _bytes_of(flat: Tensor) -> bytes:
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _reduce_parts(out: Tensor, parts: bytearray, count: int, reduction: Reduction) -> None:
+    """Write the reduction of `count` tensors, one after the other in `parts`, to `out`."""
+    buffers = [torch.empty_like(out) for _ in range(buffer_count(count))]
+    values = torch.frombuffer(parts, dtype=out.dtype).view(count, -1)
+    reduce_into(out, values.unbind(), reduction, buffers)
 
 
 def _options(op: ReduceOp.RedOpType) -> AllreduceOptions:

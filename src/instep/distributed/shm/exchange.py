@@ -184,6 +184,15 @@ class Exchange:
         self.signals.barrier(signature_of("all_gather", torch.float64, len(array)), timeout)
         return rows[places]
 
+    def all_gather_bytes(
+        self, mine: bytes, signature: CollectiveSignature, timeout: timedelta | None
+    ) -> bytes:
+        """The few bytes of each rank, one rank after the other; all have the same number."""
+        use = self._staging.next_use()
+        self._staging.bytes_of(use, self.rank, len(mine))[:] = mine
+        self.signals.barrier(signature, timeout)
+        return b"".join(self._staging.bytes_of(use, r, len(mine)) for r in range(self.size))
+
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]], timeout: timedelta | None) -> None:
         """Overwrite the tensors `parts[r]` with those of rank r, for every other rank r.
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from instep import version
+from instep.distributed import interfaces
 from instep.distributed.identity import accelerators, launchers, torch_devices
-from instep.distributed.rendezvous import bootstrap, devices, interfaces
+from instep.distributed.rendezvous import bootstrap, devices
 from instep.process import settings, storage, torch_private
 from instep.unedited.files import landlock
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from instep.distributed import interfaces
 from instep.distributed.identity import endpoints
-from instep.distributed.rendezvous import interfaces, listening, port_file
+from instep.distributed.rendezvous import listening, port_file
 from instep.launch.multi_node.supervisor_rendezvous import Participant, Values
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from instep.distributed import interfaces
 from instep.distributed.errors import (
     AuthenticationError,
     MixedJobError,
@@ -25,7 +26,7 @@ from instep.distributed.errors import (
 )
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
-from instep.distributed.rendezvous import interfaces, job_fingerprint, listening, port_file
+from instep.distributed.rendezvous import job_fingerprint, listening, port_file
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.multi_node.clients import (

@@ -37,6 +37,9 @@ _LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
 _YIELD_SECONDS = 0.002
+_LOST_SECONDS, _BUSY_SECONDS = 0.0002, 1.0
+"""Where a yield takes so long, another process had the core; and for so long nothing yields again.
+A yield gives away a whole time slice (milliseconds), a sleep ends when it should."""
 _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
@@ -89,13 +92,14 @@ class Signals:
         self.peers = peers
         self._own = rank * _WORDS
         self._others = [other * _WORDS for other in range(len(peers)) if other != rank]
-        self._default_timeout = default_timeout
+        self.default_timeout = default_timeout
         self.describe: Callable[[], str] = str
         """The collective that runs now, with the script's line."""
         self.sequence = 0
         """The number of barriers that this rank has entered."""
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
+        self._busy_until = 0.0
 
     @property
     def ranks(self) -> list[int]:
@@ -133,12 +137,15 @@ class Signals:
             if words[index] == word:
                 return
         began = time.monotonic()
+        yields_until = began + _YIELD_SECONDS if began > self._busy_until else began
         sleep, longest = _SLEEP_SECONDS
         next_check = began + _CHECK_SECONDS
         while not self._has_arrived(index, word, signature):
             now = time.monotonic()
-            if now - began < _YIELD_SECONDS:
+            if now < yields_until:
                 os.sched_yield()
+                if time.monotonic() - now > _LOST_SECONDS:
+                    yields_until, self._busy_until = now, now + _BUSY_SECONDS
                 continue
             time.sleep(sleep)
             if now - began > _LATE_SECONDS:
@@ -181,7 +188,7 @@ class Signals:
                 raise PeerLeftError(str(peer), signature.text, peer.rank)
             if not alive:
                 raise PeerDiedError(str(peer), signature.text, peer.rank)
-        limit = (timeout or self._default_timeout()).total_seconds()
+        limit = (timeout or self.default_timeout()).total_seconds()
         if waited > limit:
             raise CollectiveTimeoutError(
                 [str(self.peers[o]) for o in missing], signature.text, limit

@@ -61,6 +61,13 @@ class Staging:
             self._views[dtype, numel, buffer] = views
         return views[swap:] + views[:swap]
 
+    def bytes_of(self, use: int, writer: int, length: int) -> memoryview:
+        """As `part`, of bytes."""
+        buffer, swap = use % BUFFERS, use // BUFFERS
+        part = (writer + swap) % self._ranks
+        offset = (buffer * self._ranks + part) * self.part_bytes
+        return self._memory[offset : offset + length]
+
     def rows(self, numel: int) -> tuple[NDArray[np.float64], list[int]]:
         """The first `numel` float64 of every part in the next use, and which row is each rank's."""
         use = self.next_use()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import array
 import fcntl
+import os
 import socket
 import struct
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 
 LOOPBACK = "lo"
+_LOOPBACK_ADDRESS = "127.0.0.1"
 IFNAME_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Gloo, NCCL and HCCL (of NPUs) read the name of an interface there, at each new group."""
 _SIOCGIFCONF = 0x8912
@@ -45,6 +47,20 @@ def find_interface(host: str | None) -> str | None:
     if source is None:
         source = next(iter(routable_addresses()), None)
     return next((name for name, found in addresses() if found == source), None)
+
+
+def address_of_gloo() -> str:
+    """The address of this host at which Gloo listens: that of the interface in its variable, else
+    that of the host's name, else that of the loopback interface."""
+    if wanted := os.environ.get(IFNAME_VARIABLES[0]):
+        first = wanted.split(",")[0]
+        return next((found for name, found in addresses() if name == first), _LOOPBACK_ADDRESS)
+    own = {found for _, found in addresses()}
+    with suppress(OSError):
+        of_name = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found = (str(address[0]) for *_, address in of_name)
+        return next((each for each in found if each in own), _LOOPBACK_ADDRESS)
+    return _LOOPBACK_ADDRESS
 
 
 def is_local_alias(host: str) -> bool:
