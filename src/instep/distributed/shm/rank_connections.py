@@ -21,8 +21,8 @@ from instep.distributed import interfaces
 from instep.distributed.errors import CollectiveTimeoutError, DisagreementError, PeerLeftError
 from instep.distributed.shm.memory.signals import CollectiveSignature
 
-LONGEST_MESSAGE = 32 << 10
-"""Bytes. The buffers of a connection have room for two: nobody waits for the receiver."""
+LONGEST_MESSAGE = 64 << 10
+"""Bytes. The sender's buffer has room for two, so that it never waits for the receiver."""
 _GREETING = struct.Struct("!16sI")
 """The token of the member that is called, and the caller."""
 _GREETING_SECONDS = 5.0
@@ -53,7 +53,7 @@ class RankConnection:
     def __init__(self, connected: socket.socket, own: int, other: int) -> None:
         """`own` and `other` are the ranks in the job."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * LONGEST_MESSAGE)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LONGEST_MESSAGE)
         self._socket, self._own, self._other = connected, own, other
         weakref.finalize(self, connected.close).atexit = False
         _connections.add(self)
