@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -126,46 +125,6 @@ def _find_obstacle(call: BoundCall) -> WholeReason | None:
     return _CACHED if caches_weights(call.parts) else None
 
 
-class _CallMode(Enum):
-    """How a call that may be sharded is made."""
-
-    FIND_PLAN = auto()
-    """Whole, and then sharded by each candidate."""
-    COMPARE_ANEW = auto()
-    """Both ways, with gradients, as something is new about it."""
-    COMPARE = auto()
-    """Both ways, as a sample."""
-    TIME = auto()
-    """Sharded or whole, and timed."""
-    WATCH = auto()
-    """Sharded, and anew both ways if it shows something new: see `run_watched`."""
-    SHARD = auto()
-
-
-def _choose_mode(
-    call: BoundCall,
-    entry: CacheEntry,
-    tuner: CallTuner | None,
-    group: ShardGroup,
-    hooks: tuple[int, ...],
-) -> _CallMode:
-    is_new = entry.is_new(call) or hooks != entry.hooks
-    entry.hooks = hooks
-    is_timed = tuner is not None and tuner.is_due
-    if entry.plan is None or is_new or is_timed:
-        decision_counts.trials += 1
-    if entry.plan is None:
-        return _CallMode.FIND_PLAN
-    if is_new:
-        return _CallMode.COMPARE_ANEW
-    if entry.is_sampled():
-        return _CallMode.COMPARE
-    if is_timed:
-        return _CallMode.TIME
-    had_zeros = not entry.plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
-    return _CallMode.WATCH if had_zeros or entry.is_watched(call, group) else _CallMode.SHARD
-
-
 def _run_planned(
     call: BoundCall,
     entry: CacheEntry,
@@ -174,24 +133,27 @@ def _run_planned(
     hooks: tuple[int, ...],
 ) -> CallResult:
     """Make a call that may be sharded, and learn whether those that follow may be."""
-    mode, plan = _choose_mode(call, entry, tuner, group, hooks), entry.plan
+    plan = entry.plan
+    is_new = entry.is_new(call) or hooks != entry.hooks
+    entry.hooks = hooks
+    is_timed = tuner is not None and tuner.is_due
+    if plan is None or is_new or is_timed:
+        decision_counts.trials += 1
     if plan is None:
         return _find_plan(call, entry, group)
-    if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
-        gradients = mode is _CallMode.COMPARE_ANEW or not plan.has_values
+    if is_new or entry.is_sampled():
+        gradients = is_new or not plan.has_values
         return _conclude(entry, compare_traced(call, plan, entry.flow, group, gradients=gradients))
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = WholeReason(mismatch + entry.divided_calls())
         return CallResult(call.run_whole(), None, why, is_sharded=False)
-    match mode:
-        case _CallMode.TIME:
-            assert tuner is not None
-            return run_timed(call, plan, tuner, group)
-        case _CallMode.WATCH:
-            return _conclude(entry, run_watched(call, plan, entry.flow, group))
-        case _:
-            plan, output = run_sharded(call, plan, group)
-            return CallResult(output, plan)
+    if tuner is not None and is_timed:
+        return run_timed(call, plan, tuner, group)
+    had_zeros = not plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
+    if had_zeros or entry.is_watched(call, group):
+        return _conclude(entry, run_watched(call, plan, entry.flow, group))
+    plan, output = run_sharded(call, plan, group)
+    return CallResult(output, plan)
 
 
 def _conclude(entry: CacheEntry, result: CallResult) -> CallResult:
