@@ -13,7 +13,7 @@ import shutil
 from inspect import signature
 from typing import Any
 
-from instep.process.patching import Function
+from instep.process.patching import Function, replaced
 from instep.unedited.files.bypass import is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
@@ -288,12 +288,8 @@ def rmtree(
     if dir_fd is not None:
         with script_paths_in_errors(path):
             return rmtree(original, _join(dir_fd, path, files), *args, **kwargs)
-    before = shutil._use_fd_functions  # type: ignore[attr-defined]
-    shutil._use_fd_functions = False  # type: ignore[attr-defined]
-    try:
+    with replaced((shutil, "_use_fd_functions", False)):
         return original(path, *args, **kwargs)
-    finally:
-        shutil._use_fd_functions = before  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------- current directory

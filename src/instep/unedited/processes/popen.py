@@ -11,12 +11,12 @@ import io
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from instep.process.patching import Function
+from instep.process.patching import Function, replaced
 from instep.unedited.errors import UneditedError
 from instep.unedited.processes import children
 from instep.unedited.processes.command_files import CommandFiles
@@ -239,7 +239,8 @@ def communicate(
             self.stdin.flush()
 
     def run_original() -> tuple[Any, int]:
-        with _rank0_streams(self, process):
+        own = zip(_NAMES, process.rank0_streams, strict=True)  # those that Popen has made
+        with replaced(*((self, name, stream) for name, stream in own)):
             return original(self, input, timeout), self.returncode
 
     try:
@@ -251,16 +252,3 @@ def communicate(
         if stream is not None:
             stream.close()
     return tuple(map(process.files.with_own_names, outputs))
-
-
-@contextmanager
-def _rank0_streams(self: Any, process: SharedProcess) -> Iterator[None]:
-    """On rank 0, let Popen's own methods use the streams that they have made."""
-    replaced = [getattr(self, name) for name in _NAMES]
-    for name, stream in zip(_NAMES, process.rank0_streams, strict=True):
-        setattr(self, name, stream)
-    try:
-        yield
-    finally:
-        for name, stream in zip(_NAMES, replaced, strict=True):
-            setattr(self, name, stream)

@@ -8,7 +8,7 @@ another rounding's (those of deep nets whose batch normalisation sees few number
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import product
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
+from instep.process.patching import replaced
 from instep.process.torch_private import fp32_precision, set_fp32_precision
 from instep.unedited.sharded_call.compare.call_comparison import CallComparison
 from instep.unedited.sharded_call.compare.rounding import SINGLE, float32_computed_in
@@ -191,8 +192,7 @@ def _converted(call: BoundCall, dtypes: Container[torch.dtype], to: torch.dtype)
     return call.with_leaves([convert(leaf) for leaf in call.leaves])
 
 
-@contextmanager
-def _refused_autocast() -> Iterator[None]:
+def _refused_autocast() -> AbstractContextManager[None]:
     """Inside, a forward that turns autocast on raises RuntimeError."""
     enter: Any = torch.autocast.__enter__  # an untyped function
 
@@ -203,8 +203,4 @@ def _refused_autocast() -> Iterator[None]:
             raise RuntimeError("the forward turns autocast on")
         return entered
 
-    torch.autocast.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    return replaced((torch.autocast, "__enter__", refuse))
