@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,37 @@ from instep.process.patching import Function, replaced
 
 Place = tuple[str, int, int]
 """Where a sum stands: the file, the first line of its function, and the instruction."""
-Answer = Callable[[Place, Function, Tensor, tuple[Any, ...], dict[str, Any]], Any]
-"""What is called in place of a sum or a mean: with its place, the function, the tensor and what
-else it was given."""
+
+
+@dataclass(frozen=True)
+class _SumCall:
+    """A call of a sum or a mean of a tensor."""
+
+    place: Place
+    original: Function
+    tensor: Tensor
+    args: tuple[Any, ...]
+    """Beside the tensor."""
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """As without instep."""
+        return self.original(self.tensor, *self.args, **self.kwargs)
+
+    def is_over_first_dim(self) -> bool:
+        """Whether it goes over the first dimension of the tensor."""
+        if "out" in self.kwargs or not self.tensor.dim():
+            return False
+        dims = self.args[0] if self.args else self.kwargs.get("dim", self.kwargs.get("axis"))
+        if dims is None or dims == ():
+            return True
+        places = (dims,) if isinstance(dims, int) else dims
+        dim = self.tensor.dim()
+        return isinstance(places, tuple | list) and 0 in [place % dim for place in places]
+
+
+Answer = Callable[[_SumCall], Any]
+"""What is called in place of a sum or a mean."""
 
 _PLACES = tuple((owner, name) for owner in (torch, Tensor) for name in ("sum", "mean"))
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,7 +82,7 @@ def _replacement(original: Function, answer: Answer, thread: int) -> Function:
         ):
             return original(*args, **kwargs)
         place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
-        return answer(place, original, tensor, tuple(others), kwargs)
+        return answer(_SumCall(place, original, tensor, tuple(others), kwargs))
 
     return replacement
 
@@ -62,16 +91,10 @@ def noted_lengths(found: dict[Place, set[int]]) -> AbstractContextManager[None]:
     """Inside, `found` gets the lengths of the first dimension of all tensors of which a whole
     forward computes a sum or mean over this dimension, by place."""
 
-    def answer(
-        place: Place,
-        original: Function,
-        tensor: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if _is_over_first_dim(tensor, args, kwargs):
-            found.setdefault(place, set()).add(len(tensor))
-        return original(tensor, *args, **kwargs)
+    def answer(call: _SumCall) -> Any:
+        if call.is_over_first_dim():
+            found.setdefault(call.place, set()).add(len(call.tensor))
+        return call.run()
 
     return replaced_sums(answer)
 
@@ -112,36 +135,20 @@ class RowSums:
         return frozenset(self._without_rows)
 
 
-def _is_over_first_dim(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a sum or mean of a tensor with these arguments goes over its first dimension."""
-    if "out" in kwargs or not tensor.dim():
-        return False
-    dims = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
-    if dims is None or dims == ():
-        return True
-    places = (dims,) if isinstance(dims, int) else dims
-    return isinstance(places, tuple | list) and 0 in [place % tensor.dim() for place in places]
-
-
 def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answer:
     """Sums and means over the rows of all ranks, if `add_up` gives the sum over ranks."""
 
-    def answer(
-        place: Place,
-        original: Function,
-        tensor: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not (_is_over_first_dim(tensor, args, kwargs) and row_sums.has_rows(place, tensor)):
-            return original(tensor, *args, **kwargs)
-        if original.__name__ == "sum":
-            return add_up(original(tensor, *args, **kwargs))
+    def answer(call: _SumCall) -> Any:
+        tensor = call.tensor
+        if not (call.is_over_first_dim() and row_sums.has_rows(call.place, tensor)):
+            return call.run()
+        if call.original.__name__ == "sum":
+            return add_up(call.run())
         exact = tensor.float() if tensor.dtype in _HALF else tensor  # a sum may be too large
-        sums = exact.sum(*args, **kwargs)
+        sums = exact.sum(*call.args, **call.kwargs)
         count = sums.new_full((1,), tensor.numel() // max(1, sums.numel()))
         total = add_up(torch.cat((sums.reshape(-1), count)))
         mean = total[:-1].view(sums.shape) / total[-1]
-        return mean.to(kwargs.get("dtype") or tensor.dtype)
+        return mean.to(call.kwargs.get("dtype") or tensor.dtype)
 
     return answer
