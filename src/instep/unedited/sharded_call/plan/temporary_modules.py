@@ -23,13 +23,15 @@ found to be whole, a module is not compared any more."""
 
 
 @dataclass
-class _ModuleKind:
-    """Modules with parameters of the same shapes, whose classes have the same name."""
+class _AlikeModules:
+    """Modules around the same parameters, or with parameters of the same shapes, whose classes have
+    the same name."""
 
-    compared: int = 0
-    """How many of them."""
+    most: int
+    """After so many those that come are not compared any more."""
     why_whole: WholeReason | None = None
-    """Of the last one."""
+    """Of the last one that was compared."""
+    count: int = 0
     was_sharded: bool = False
     whole_calls: dict[Any, Any] = field(default_factory=dict)
     """What `whole_calls` knows of those that are not compared any more."""
@@ -37,60 +39,52 @@ class _ModuleKind:
     @property
     def is_whole(self) -> bool:
         """Whether those that come are not compared any more."""
-        return self.compared >= _COPIES and not self.was_sharded
-
-
-@dataclass
-class _Wrappers:
-    """Modules around the same parameters, whose classes have the same name."""
-
-    count: int = 0
-    whole_calls: dict[Any, Any] = field(default_factory=dict)
-    """What `whole_calls` knows of those that are not compared any more."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether those that come are not compared any more."""
-        return self.count > _WRAPPERS
+        return self.count >= self.most and not self.was_sharded
 
 
 _wrappers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By their first parameter, and by the name of their class."""
-_kinds: dict[tuple[Any, ...], _ModuleKind] = {}
+"""Those around the same parameters, by the first of these, and by the name of their class."""
+_kinds: dict[tuple[Any, ...], _AlikeModules] = {}
+"""Those with other parameters."""
 _counted: WeakSet[nn.Module] = WeakSet()
 
 
 def find_reason(module: nn.Module) -> WholeReason | None:
     """Why a module that was never called before is not even compared; None if it is."""
     first = next(iter(nn.Module.parameters(module)))
-    wrappers: _Wrappers = _wrappers.setdefault(first, {}).setdefault(_name_of(module), _Wrappers())
+    wrappers: _AlikeModules = _wrappers.setdefault(first, {}).setdefault(
+        _name_of(module), _AlikeModules(_WRAPPERS + 1, TEMPORARY)
+    )
     wrappers.count += 1
-    if wrappers.is_whole:
-        return TEMPORARY
-    kind = _kinds.get(_key_of(module))
-    return kind.why_whole if kind is not None and kind.is_whole else None
+    found = _find_whole(module)
+    return None if found is None else found.why_whole
 
 
 def find_whole_calls(module: nn.Module) -> dict[Any, Any]:
     """What is known of the calls of modules like this one, if these are not even compared; else
     nothing."""
+    found = _find_whole(module)
+    return {} if found is None else found.whole_calls
+
+
+def _find_whole(module: nn.Module) -> _AlikeModules | None:
+    """The modules like this one, if it is not even compared."""
     first = next(iter(nn.Module.parameters(module)), None)
     if first is None:
-        return {}
-    wrappers: _Wrappers | None = _wrappers.get(first, {}).get(_name_of(module))
-    if wrappers is not None and wrappers.is_whole:
-        return wrappers.whole_calls
-    kind = _kinds.get(_key_of(module))
-    return kind.whole_calls if kind is not None and kind.is_whole else {}
+        return None
+    found: _AlikeModules | None = _wrappers.get(first, {}).get(_name_of(module))
+    if found is None or not found.is_whole:
+        found = _kinds.get(_key_of(module))
+    return found if found is not None and found.is_whole else None
 
 
 def note(module: nn.Module, why_whole: WholeReason | None) -> None:
     """Remember what a comparison has found; several of one module count once."""
-    kind = _kinds.setdefault(_key_of(module), _ModuleKind())
+    kind = _kinds.setdefault(_key_of(module), _AlikeModules(_COPIES))
     kind.was_sharded |= why_whole is None
     if module not in _counted:
         _counted.add(module)
-        kind.compared += 1
+        kind.count += 1
         kind.why_whole = why_whole
 
 
