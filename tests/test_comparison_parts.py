@@ -150,7 +150,7 @@ def test_parts_come_in_the_order_of_modules_each_once() -> None:
     model = nn.Sequential(nn.Sequential(nn.Tanh(), shared), shared[1], shared, nn.ModuleDict())
     model.register_module("none", None)
     shared.add_module("model", model)  # it holds itself
-    assert parts_of(model) == list(model.modules())
+    assert [*parts_of(model)] == list(model.modules())
 
 
 def function_of_a_library() -> types.FunctionType:

@@ -42,7 +42,7 @@ class BoundCall:
     @cached_property
     def parts(self) -> list[nn.Module]:
         """The module and its parts, as they were before the call."""
-        return parts_of(self.module)
+        return list(parts_of(self.module))
 
     @cached_property
     def is_on_accelerator(self) -> bool:

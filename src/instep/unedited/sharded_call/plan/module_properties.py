@@ -25,17 +25,17 @@ CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 """The tables of what a module's `__call__` does beside `forward`."""
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     """The module and its parts, each once, in the order of `modules()`, which may be overridden,
     and takes five times as long."""
-    found: dict[nn.Module, None] = {}
+    found: set[nn.Module] = set()
     waiting = [module]
     while waiting:
         part = waiting.pop()
         if part not in found:
-            found[part] = None
+            yield part
+            found.add(part)
             waiting += [each for each in reversed(part._modules.values()) if each is not None]
-    return list(found)
 
 
 def find_hooks(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[str, tuple[int, ...]]:
@@ -152,16 +152,8 @@ def has_work(layer: nn.Module, args: tuple[Any, ...]) -> bool:
 def has_parameters(module: nn.Module) -> bool:
     """Whether it or any part of it has one: as `parameters()`, which may be overridden, and takes
     some ten times as long."""
-    seen, waiting = {module}, [module]
-    while waiting:
-        part = waiting.pop()
-        if any(parameter is not None for parameter in part._parameters.values()):
-            return True
-        for child in part._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return False
+    tables = (part._parameters.values() for part in parts_of(module))
+    return any(parameter is not None for table in tables for parameter in table)
 
 
 def is_lazy(module: nn.Module) -> bool:
