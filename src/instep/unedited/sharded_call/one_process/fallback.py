@@ -15,7 +15,7 @@ import torch
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
-from instep.distributed.numbers import on_all_ranks
+from instep.distributed.numbers import on_any_rank
 from instep.process import settings
 from instep.training.drift.rank0_values import take_rank0_values
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
@@ -111,7 +111,9 @@ class Fallback:
             seconds = torch.tensor([perf_counter() - self._start], dtype=torch.float64)
             choice.finish_phase(max(map(float, self._transport.all_gather(seconds))))
         elif choice.is_due:
-            choice.begin(is_possible=not self._on_any_rank(self._ranks.is_loading_shared()))
+            choice.begin(
+                is_possible=not on_any_rank(self._ranks.is_loading_shared(), self._transport)
+            )
 
     def leave_others(self, why: str = _AHEAD) -> None:
         """Rank 0 waits for others, or is interrupted or at its end: it goes on alone if it has made
@@ -135,7 +137,8 @@ class Fallback:
             return
         if choice.drain_steps.bit_count() > 1:  # each look costs a message
             return
-        if self._on_any_rank(self._ranks.has_outputs() or self._ranks.is_loading_shared()):
+        needs_all = self._ranks.has_outputs() or self._ranks.is_loading_shared()
+        if on_any_rank(needs_all, self._transport):
             return
         self._cores = Cores.of_all(self._threads, self._transport)
         if choice.is_for_one:
@@ -192,9 +195,6 @@ class Fallback:
         threads = torch.get_num_threads()
         is_set = threads != self._threads_before
         return replace(self._cores, threads=threads) if is_set else self._cores
-
-    def _on_any_rank(self, condition: bool) -> bool:
-        return not on_all_ranks(not condition, self._transport)
 
     def _start_clock(self) -> None:
         if self._choice.phase is Phase.SHARED:
