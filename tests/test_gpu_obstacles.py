@@ -20,7 +20,8 @@ from instep.training.draws.kernels import DrawMode
 from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.plan import module_properties
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.run import random_numbers
+from instep.unedited.sharded_call.plan.sharding_plan import Draw
+from instep.unedited.sharded_call.run.random_numbers import GlobalBatchDraws, _RandomCall
 from instep.verify.recording import changes, recorder
 from pool import ranks, run
 from sharded_training import sharding
@@ -96,9 +97,11 @@ def test_a_captured_step_of_a_replica_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_attention_that_draws_in_a_kernel_of_a_gpu_is_told_by_name() -> None:
     op = torch.ops.aten._scaled_dot_product_efficient_attention.default
     anything: Any = None
-    mode = random_numbers.GlobalBatchRandomMode([Block(0, 2, 6)], 0, anything, anything, anything)
+    draws = GlobalBatchDraws([Block(0, 2, 6)], 0, anything, anything, anything)
+    draw = Draw(0, "_scaled_dot_product_efficient_attention", 4)
+    call = _RandomCall(op, (torch.ones(3, 2, 4, 4),), {"dropout_p": 0.5}, draw, ())
     with pytest.raises(ShardedCallError, match=r"_scaled_dot_product_efficient.*SDPBackend.MATH"):
-        mode._number(op, (torch.ones(3, 2, 4, 4),), {"dropout_p": 0.5})
+        draws.run(call)
 
 
 # ------------------------------------------------------------------------- memory of a trial

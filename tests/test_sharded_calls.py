@@ -39,7 +39,11 @@ from instep.unedited.sharded_call.compare.rounding import tolerance
 from instep.unedited.sharded_call.plan import division, plan_cache
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run import grad_sums
-from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.random_numbers import (
+    DrawRowDims,
+    GlobalBatchDraws,
+    intercepted_calls,
+)
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from pool import ranks, talking_over
@@ -959,7 +963,8 @@ def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() ->
     q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
     expected = F.scaled_dot_product_attention(q, k, v)
     nobody: Any = None  # no way to ask another rank
-    with GlobalBatchRandomMode([Block(0, 2, 4)], 0, nobody, DrawRowDims(), nobody):
+    draws = GlobalBatchDraws([Block(0, 2, 4)], 0, nobody, DrawRowDims(), nobody)
+    with intercepted_calls(draws.run):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +29,7 @@ from instep.unedited.sharded_call.run.argument_writes import (
     Written,
     run_whole,
 )
-from instep.unedited.sharded_call.run.random_numbers import DrawShapes
+from instep.unedited.sharded_call.run.random_numbers import noted_shapes
 from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
@@ -82,7 +82,7 @@ class Reference:
         """Whether it drew random numbers."""
         self.draws_outside_torch = self.before.draws_outside_torch(self.after)
         """Whether it drew from numpy's or Python's generators."""
-        self.drawn: Mapping[Draw, Sequence[int]] = {}
+        self.drawn: dict[Draw, Sequence[int]] = {}
         """The shapes of what it draws, where they were asked for."""
         self._products: VectorJacobianProducts | None = None
         self._gradients: Products = []
@@ -176,9 +176,9 @@ class Reference:
     def note_draws(self) -> None:
         """Find the shapes of what it draws."""
         self.before.restore()
-        with observed(is_silent=True), DrawShapes() as draws:
+        self.drawn = {}
+        with observed(is_silent=True), noted_shapes(self.drawn):
             run_whole(self.call)
-        self.drawn = draws.shapes
 
 
 def _require_gradients(call: BoundCall) -> list[bool]:

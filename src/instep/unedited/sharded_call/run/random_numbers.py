@@ -8,8 +8,10 @@ the generators are in step afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,46 +100,31 @@ class _RandomCall(NamedTuple):
     """Of what is drawn; () where it is not known."""
 
 
-class _RandomMode:
-    """While this is on, random operations are run by `_run_random`."""
+def intercepted_calls(run: Callable[[_RandomCall], Any]) -> AbstractContextManager[object]:
+    """Inside, `run` runs random operations."""
+    numbers = count()
 
-    def __init__(self) -> None:
-        self._draws = 0
-        self._intercepted = intercepted_draws(self._number)
-
-    def __enter__(self) -> Self:
-        self._intercepted.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._intercepted.__exit__(*error)
-
-    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = func._schema.name.removeprefix("aten::")
         shape = tuple(_shape(op, args, kwargs))
-        self._draws += 1
-        draw = Draw(self._draws - 1, op, len(shape))
-        return self._run_random(_RandomCall(func, args, kwargs, draw, shape))
+        return run(_RandomCall(func, args, kwargs, Draw(next(numbers), op, len(shape)), shape))
 
-    def _run_random(self, call: _RandomCall) -> Any:
-        raise NotImplementedError
+    return intercepted_draws(run_draw)
 
 
-class DrawShapes(_RandomMode):
-    """While this is on, the shapes of what is drawn are noted."""
+def noted_shapes(found: dict[Draw, Sequence[int]]) -> AbstractContextManager[object]:
+    """Inside, `found` gets the shapes of what is drawn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: dict[Draw, Sequence[int]] = {}
-
-    def _run_random(self, call: _RandomCall) -> Any:
-        self.shapes[call.draw] = call.shape
+    def run(call: _RandomCall) -> Any:
+        found[call.draw] = call.shape
         return call.func(*call.args, **call.kwargs)
 
+    return intercepted_calls(run)
 
-class GlobalBatchRandomMode(_RandomMode):
-    """While this is on, random operations draw for the whole batch: once for all shards of this
-    rank, which meet there."""
+
+class GlobalBatchDraws:
+    """Random operations that draw for the whole batch: once for all shards of this rank, which meet
+    there. Its method `run` is for `intercepted_calls`."""
 
     def __init__(
         self,
@@ -147,12 +134,12 @@ class GlobalBatchRandomMode(_RandomMode):
         row_dims: DrawRowDims,
         meet: Callable[[_RandomCall, Joint], Any],
     ) -> None:
-        super().__init__()
         self._blocks, self._group, self._meet = blocks, group, meet
         self._dims = (batch_dim, 1 - batch_dim)
         self._row_dims = row_dims
 
-    def _run_random(self, call: _RandomCall) -> Any:
+    def run(self, call: _RandomCall) -> Any:
+        """What this shard draws. Raises ShardedCallError where a kernel draws inside."""
         if call.draw.op.startswith(_FUSED_ATTENTION):
             raise ShardedCallError.draws_inside_of_kernel(call.draw.op)
         return self._meet(call, self._draw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -11,6 +11,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from instep.distributed.communication.rank_local import rank_local
+from instep.process.patching import replaced
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
@@ -18,7 +19,11 @@ from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input, reduce_in_region
-from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.random_numbers import (
+    DrawRowDims,
+    GlobalBatchDraws,
+    intercepted_calls,
+)
 from instep.unedited.sharded_call.shards.batch_sums import RowSums, over_all_rows, replaced_sums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
@@ -70,13 +75,14 @@ class Region:
     def entered_by_shard(self) -> Iterator[None]:
         """Inside, on the thread of a shard, random numbers are those of the whole batch, and sums,
         too, where that is asked for."""
-        mode = None
+        draws = None
         if self.is_random:
-            mode = GlobalBatchRandomMode(
+            of_batch = GlobalBatchDraws(
                 self.blocks, self.division.batch_dim, self.group, self.row_dims, self.meet
             )
+            draws = intercepted_calls(of_batch.run)
         sums = self.sums and replaced_sums(over_all_rows(self.sum, self.sums))
-        with rank_local(), mode or nullcontext(), sums or nullcontext():
+        with rank_local(), draws or nullcontext(), sums or nullcontext():
             yield
 
     @contextmanager
@@ -110,34 +116,17 @@ class CallState:
     """Whether rank 0 alone saves the attributes of modules now and then, for which it must have
     all rows."""
 
-    @contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self) -> AbstractContextManager[None]:
         """Inside, parts run as they are."""
-        before, self.inside = self.inside, True
-        try:
-            yield
-        finally:
-            self.inside = before
+        return replaced((self, "inside", True))
 
-    @contextmanager
-    def calling_parts(self) -> Iterator[None]:
+    def calling_parts(self) -> AbstractContextManager[None]:
         """Inside of a call that runs whole, its parts may be sharded."""
-        before, self.inside = self.inside, False
-        self.whole_depth += 1
-        try:
-            yield
-        finally:
-            self.inside = before
-            self.whole_depth -= 1
+        return replaced((self, "inside", False), (self, "whole_depth", self.whole_depth + 1))
 
-    @contextmanager
-    def checkpointing(self) -> Iterator[None]:
+    def checkpointing(self) -> AbstractContextManager[None]:
         """Inside, what runs must save the same tensors when it runs again."""
-        before, self.is_checkpointed = self.is_checkpointed, True
-        try:
-            yield
-        finally:
-            self.is_checkpointed = before
+        return replaced((self, "is_checkpointed", True))
 
 
 call_state = CallState()
