@@ -202,11 +202,10 @@ _DESCRIBING = frozenset(
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
         *(
             getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "layout")
-        ),
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_leaf", "is_sparse")
+            for name in (
+                *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "layout"),
+                *("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_leaf", "is_sparse"),
+            )
         ),
     )
 )
