@@ -23,7 +23,7 @@ found to be whole, a module is not compared any more."""
 
 
 @dataclass
-class _AlikeModules:
+class _ModuleGroup:
     """Modules around the same parameters, or with parameters of the same shapes, whose classes have
     the same name."""
 
@@ -44,7 +44,7 @@ class _AlikeModules:
 
 _wrappers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Those around the same parameters, by the first of these, and by the name of their class."""
-_kinds: dict[tuple[Any, ...], _AlikeModules] = {}
+_kinds: dict[tuple[Any, ...], _ModuleGroup] = {}
 """Those with other parameters."""
 _counted: WeakSet[nn.Module] = WeakSet()
 
@@ -52,8 +52,8 @@ _counted: WeakSet[nn.Module] = WeakSet()
 def find_reason(module: nn.Module) -> WholeReason | None:
     """Why a module that was never called before is not even compared; None if it is."""
     first = next(iter(nn.Module.parameters(module)))
-    wrappers: _AlikeModules = _wrappers.setdefault(first, {}).setdefault(
-        _name_of(module), _AlikeModules(_WRAPPERS + 1, TEMPORARY)
+    wrappers: _ModuleGroup = _wrappers.setdefault(first, {}).setdefault(
+        _name_of(module), _ModuleGroup(_WRAPPERS + 1, TEMPORARY)
     )
     wrappers.count += 1
     found = _find_whole(module)
@@ -67,12 +67,12 @@ def find_whole_calls(module: nn.Module) -> dict[Any, Any]:
     return {} if found is None else found.whole_calls
 
 
-def _find_whole(module: nn.Module) -> _AlikeModules | None:
+def _find_whole(module: nn.Module) -> _ModuleGroup | None:
     """The modules like this one, if it is not even compared."""
     first = next(iter(nn.Module.parameters(module)), None)
     if first is None:
         return None
-    found: _AlikeModules | None = _wrappers.get(first, {}).get(_name_of(module))
+    found: _ModuleGroup | None = _wrappers.get(first, {}).get(_name_of(module))
     if found is None or not found.is_whole:
         found = _kinds.get(_key_of(module))
     return found if found is not None and found.is_whole else None
@@ -80,7 +80,7 @@ def _find_whole(module: nn.Module) -> _AlikeModules | None:
 
 def note(module: nn.Module, why_whole: WholeReason | None) -> None:
     """Remember what a comparison has found; several of one module count once."""
-    kind = _kinds.setdefault(_key_of(module), _AlikeModules(_COPIES))
+    kind = _kinds.setdefault(_key_of(module), _ModuleGroup(_COPIES))
     kind.was_sharded |= why_whole is None
     if module not in _counted:
         _counted.add(module)
