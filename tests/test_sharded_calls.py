@@ -668,9 +668,7 @@ def test_sampled_calls_are_few_and_those_with_means_more() -> None:
                 has_reductions=has_sums, changes_attributes=False, has_values=True
             ),
         )
-        sampled = [
-            n for n in range(1, 101) if plan_cache.CacheEntry((), plan, calls=n).is_sampled()
-        ]
+        sampled = [n for n in range(1, 101) if plan_cache.CacheEntry((), calls=n).is_sampled(plan)]
         assert sampled == expected
 
 

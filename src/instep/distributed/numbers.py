@@ -41,6 +41,10 @@ class FlagsTransport(Protocol):
         """Start to reduce `tensor` into itself."""
 
 
+class ValuesTransport(NumbersTransport, FlagsTransport, Protocol):
+    """The part of a Transport that `gather_values` needs."""
+
+
 def join(tensors: Sequence[Tensor], *others: float) -> Numbers:
     """1-D tensors, which need no gradient, and some more numbers, one after the other."""
     if tensors[0].is_cpu:
@@ -88,6 +92,13 @@ def gather(numbers: Numbers, transport: NumbersTransport) -> Numbers:
     if all_gather_array := _gathering_arrays(transport):
         return all_gather_array(numbers)
     return torch.stack(transport.all_gather(torch.from_numpy(numbers))).numpy()
+
+
+def gather_values(values: Sequence[float], transport: ValuesTransport) -> list[list[float]]:
+    """Every rank's values, in rows. Collective."""
+    mine = torch.tensor(values, dtype=torch.float64, device=transport.control_device)
+    rows: list[list[float]] = gather(from_tensor(mine), transport).tolist()
+    return rows
 
 
 def sum_over_ranks(numbers: Numbers, transport: NumbersTransport) -> Numbers:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instep.distributed.communication.scopes import scope_number
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
 from instep.training.buckets.reducer import reducer_of
@@ -79,10 +79,8 @@ def _loss_of_batch(closure: Closure) -> Any:
     own = sum(each for each, _ in noted)
     is_own = bool(noted) and (math.isclose(value, own, rel_tol=1e-5) or math.isnan(value))
     part = sum(each * weight for each, weight in noted if weight)  # 0 x NaN of a placeholder
-    transport = get_transport()
-    mine = torch.tensor([value, part, is_own], dtype=torch.float64, device="cpu")
-    gathered = transport.all_gather(mine.to(transport.control_device))
-    values, parts, are_own = zip(*(each.tolist() for each in gathered), strict=True)
+    by_rank = gather_values([value, part, is_own], get_transport())
+    values, parts, are_own = zip(*by_rank, strict=True)
     if all(are_own):
         total = sum(parts)
     elif len({repr(each) for each in values}) == 1:

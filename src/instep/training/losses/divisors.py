@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
+from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
 from instep.training.autograd_graph import next_nodes
@@ -56,13 +56,8 @@ def check_divisors(roots: Iterable[Tensor], rows: int, total: int, transport: Tr
     whole = None if rows == total else float(total)
     found = [each for root in roots for each in _divisors(root.grad_fn, whole)] if rows else []
     ratios = [divisor / rows for divisor in found if divisor is not None]
-    mine = torch.tensor(
-        [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)],
-        dtype=torch.float64,
-        device="cpu",
-    )
-    gathered = transport.all_gather(mine.to(transport.control_device))
-    are_sums, *bounds = zip(*(each.tolist() for each in gathered), strict=True)
+    mine = [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)]
+    are_sums, *bounds = zip(*gather_values(mine, transport), strict=True)
     if any(are_sums):
         _warn("is a sum over rows", "instep.weight(None)")
     elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):

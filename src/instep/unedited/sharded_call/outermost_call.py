@@ -141,7 +141,7 @@ def _run_planned(
         decision_counts.trials += 1
     if plan is None:
         return _find_plan(call, entry, group)
-    if is_new or entry.is_sampled():
+    if is_new or entry.is_sampled(plan):
         gradients = is_new or not plan.has_values
         return _conclude(entry, compare_traced(call, plan, entry.flow, group, gradients=gradients))
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
@@ -150,7 +150,7 @@ def _run_planned(
     if tuner is not None and is_timed:
         return run_timed(call, plan, tuner, group)
     had_zeros = not plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
-    if had_zeros or entry.is_watched(call, group):
+    if had_zeros or entry.is_watched(call, plan, group):
         return _conclude(entry, run_watched(call, plan, entry.flow, group))
     plan, output = run_sharded(call, plan, group)
     return CallResult(output, plan)

@@ -15,7 +15,7 @@ import torch
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
-from instep.distributed.numbers import on_any_rank
+from instep.distributed.numbers import gather_values, on_any_rank
 from instep.process import settings
 from instep.training.drift.rank0_values import take_rank0_values
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
@@ -108,8 +108,8 @@ class Fallback:
         elif choice.is_phase_over and choice.phase is Phase.ALONE:
             self._end_turn()
         elif choice.is_phase_over:
-            seconds = torch.tensor([perf_counter() - self._start], dtype=torch.float64)
-            choice.finish_phase(max(map(float, self._transport.all_gather(seconds))))
+            [seconds] = max(gather_values([perf_counter() - self._start], self._transport))
+            choice.finish_phase(seconds)
         elif choice.is_due:
             choice.begin(
                 is_possible=not on_any_rank(self._ranks.is_loading_shared(), self._transport)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.distributed import numbers
+from instep.distributed.numbers import gather_values
 from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
 from instep.training.pytree import is_cache, is_column, is_value
@@ -178,29 +178,27 @@ class CacheEntry:
                 is_new |= is_compared_change(self.changes[k], self.calls)
         return is_new
 
-    def is_sampled(self) -> bool:
+    def is_sampled(self, plan: ShardingPlan) -> bool:
         """Whether this call's outputs are to be compared with those of the whole forward.
 
         The second to fourth are, too, where a mean over rows could be one over something else, and
         the second, fourth, eighth, 16th... where a forward changes attributes, by which a later one
         may do something else, or where an output was zero so far.
         """
-        has_reductions = self.plan is not None and self.plan.has_reductions
-        is_power = self.plan is not None and (
-            self.plan.changes_attributes or not self.plan.has_values
-        )
+        may_become_another = plan.changes_attributes or not plan.has_values
         return (
             self.calls in SAMPLED_CALLS
-            or (has_reductions and self.calls <= 4)
-            or (is_power and self.calls.bit_count() == 1)
+            or (plan.has_reductions and self.calls <= 4)
+            or (may_become_another and self.calls.bit_count() == 1)
         )
 
-    def is_watched(self, call: BoundCall, group: ShardGroup) -> bool:
+    def is_watched(self, call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> bool:
         """Whether this call's forward may take a branch that no compared call has taken, and it is
         to be seen whether it does."""
         can_be_followed = not (group.is_virtual or is_compiled(call.parts))
-        is_random = self.plan is not None and self.plan.draws_outside_torch
-        return can_be_followed and self.flow.is_watched(self.calls, may_change=is_random)
+        return can_be_followed and self.flow.is_watched(
+            self.calls, may_change=plan.draws_outside_torch
+        )
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""
@@ -247,8 +245,7 @@ def _agree(
     changed = crc32(repr(sorted(map(repr, attributes.recent.items()))).encode())
     changed = changed if attributes.recent else 0
     mine = (place, entry.has_due_attributes(), changed)
-    message = torch.tensor(mine, dtype=torch.float64, device=transport.control_device)
-    by_rank = numbers.gather(numbers.from_tensor(message), transport).tolist()
+    by_rank = gather_values(mine, transport)
     if any(row[-1] for row in by_rank):
         attributes.keep_watching()
     if all(row == by_rank[0] for row in by_rank):

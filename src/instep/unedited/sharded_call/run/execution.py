@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed import numbers
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.numbers import gather_values
 from instep.errors import CollectiveError
 from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.training.random_streams import RNGStates
@@ -106,6 +106,21 @@ def _run_sharded(
         return _run_sharded(call, replace(plan, is_random=True), group)
     if plan.draws_outside_torch:
         _check_draws(name, group)
+    _check_outputs(name, plan, local, structure, start)
+    joined = [
+        join_output(parts, how, region) for parts, how in zip(local, plan.outputs, strict=True)
+    ]
+    tag_outputs(chain(*local), region)
+    return plan, write_back(unflatten(joined, structure), call)
+
+
+def _check_outputs(
+    name: str, plan: ShardingPlan, local: LocalOutputs, structure: Structure, start: int
+) -> None:
+    """Raise ShardedCallError where the plan does not fit these outputs.
+
+    `start`: the number of the forward's first autograd node.
+    """
     if structure != plan.structure:
         raise ShardedCallError(
             f"{name} returns something else than when its calls were first divided (another "
@@ -118,11 +133,6 @@ def _run_sharded(
             "calls were first divided. Run this script with --plain, or let its forward read "
             "parameters from attributes of modules."
         )
-    joined = [
-        join_output(parts, how, region) for parts, how in zip(local, plan.outputs, strict=True)
-    ]
-    tag_outputs(chain(*local), region)
-    return plan, write_back(unflatten(joined, structure), call)
 
 
 def wait_for_same_error(error: Exception, where: str, transport: Transport) -> bool:
@@ -151,9 +161,7 @@ def _restore(generators: TorchGeneratorStates, others: RNGStates | None) -> None
 def _check_draws(name: str, group: ShardGroup) -> None:
     """Raise ShardedCallError on all ranks unless their forwards have drawn the same from numpy's
     and Python's generators. Collective."""
-    sums = RNGStates.capture().sums()
-    mine = torch.tensor(sums, dtype=torch.float64, device=group.transport.control_device)
-    by_rank = numbers.gather(numbers.from_tensor(mine), group.transport).tolist()
+    by_rank = gather_values(RNGStates.capture().sums(), group.transport)
     if any(row != by_rank[0] for row in by_rank):
         raise ShardedCallError(
             f"The forward of {name} has drawn otherwise from numpy's or Python's random numbers "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
+from instep.distributed.numbers import gather_values
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, TimedStep
@@ -142,8 +143,7 @@ def _exchange(tuner: CallTuner, transport: Transport) -> None:
     """Tell all ranks what the last step took; the slowest counts."""
     step = tuner.step
     mine = (step.cost, float(step.bits)) if step else (0.0, 0.0)
-    message = torch.tensor(mine, dtype=torch.float64, device=transport.control_device)
-    costs, bits = zip(*(part.tolist() for part in transport.all_gather(message)), strict=True)
+    costs, bits = zip(*gather_values(mine, transport), strict=True)
     if step is not None:
         _close(step)
         same = len({*bits}) == 1 if step.compares_bits else None
