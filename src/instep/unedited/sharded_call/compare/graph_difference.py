@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import GraphNode, ObjectGraph, join
+from instep.unedited.sharded_call.plan.object_graph import GraphNode, ObjectGraph, is_same, join
 
 _ABSENT = object()
 
@@ -108,13 +108,7 @@ def has_other_values(before: ObjectGraph, after: ObjectGraph) -> bool:
 
 def _is_unchanged(old: GraphNode, new: GraphNode) -> bool:
     a, b = old.contents, new.contents
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-    if isinstance(a, np.ndarray):
-        return a.shape == b.shape and np.array_equal(a, b)
-    return bool(a == b)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else is_same(a, b)
 
 
 class _Comparison:

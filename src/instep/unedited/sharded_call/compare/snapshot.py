@@ -59,7 +59,7 @@ class Snapshot:
             *(
                 self._path(k, name)
                 for k, part in enumerate(self._parts)
-                for name, _ in part._parameters.items()
+                for name in part._parameters
             ),
         }
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
@@ -128,9 +128,7 @@ class Snapshot:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
 
-    def find_change(
-        self, after: Snapshot, kept: Sequence[AttributePlace] = ()
-    ) -> WholeReason | None:
+    def find_change(self, after: Snapshot, kept: Sequence[AttributePlace]) -> WholeReason | None:
         """Say what a forward in between changed that rules out sharding; None if nothing.
 
         `kept`: attributes that it may set to tensors.

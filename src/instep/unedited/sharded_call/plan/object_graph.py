@@ -92,7 +92,7 @@ class GraphNode:
     def restore(self) -> None:
         """Let it contain again what it did, unless that is a file's position."""
         value, kept, now = self.value, self.contents, self.read()
-        if _is_same(now, kept):
+        if is_same(now, kept):
             return
         if isinstance(value, type):
             for name in kept.keys() | now.keys():
@@ -118,8 +118,8 @@ class GraphNode:
             _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
         elif isinstance(value, ContextVar):
             value.set(kept[0])
-        elif is_generator(value):
-            _set_state(value, kept)
+        elif isinstance(value, torch.Generator):
+            value.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
 
     def _restore_names(self, kept: dict[str, Any], now: dict[str, Any]) -> None:
         table = self.value if self.names else getattr(self.value, "__dict__", {})
@@ -141,7 +141,7 @@ def _set_or_delete(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
-def _is_same(now: Any, kept: Any) -> bool:
+def is_same(now: Any, kept: Any) -> bool:
     """Whether these contents are the same objects."""
     if isinstance(now, dict):
         return list(now) == list(kept) and all(map(is_, now.values(), kept.values()))
@@ -177,11 +177,6 @@ def _state_of(value: Any) -> str | bytes | None:
 
 def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, PLAIN) else id(v) for k, v in values.items()}
-
-
-def _set_state(generator: Any, kept: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
 
 
 class ObjectGraph:
