@@ -125,8 +125,7 @@ def reports_failure(message: str) -> bool:
     """Called when the script fails: waits until that may be reported; whether by this rank."""
     if _current is None or _current.multi_rank is None:
         return True
-    reports: bool = _current.multi_rank.reports_failure(message)
-    return reports
+    return bool(_current.multi_rank.reports_failure(message))
 
 
 def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:

@@ -162,10 +162,8 @@ def _signature(original: Function) -> inspect.Signature:
 def _reduction(arguments: dict[str, Any]) -> str:
     average, reduce = arguments.get("size_average"), arguments.get("reduce")
     if average is None and reduce is None:
-        reduction: str = arguments["reduction"]
-        return reduction
-    legacy: str = legacy_reduction(average, reduce)
-    return legacy
+        return str(arguments["reduction"])
+    return str(legacy_reduction(average, reduce))
 
 
 def _class_weight_sum(scores: Tensor, arguments: dict[str, Any]) -> Tensor | float:

@@ -42,13 +42,10 @@ def batch_norm(
     training: bool = False,
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """torch.nn.functional.batch_norm: inside of a sharded call, statistics of the whole batch."""
     function = _global_batch_norm if training and is_inside() else original
-    output: Tensor = function(
-        input, running_mean, running_var, weight, bias, training, *args, **kwargs
-    )
-    return output
+    return function(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
 
 
 @disable_compile
@@ -72,14 +69,13 @@ def instance_norm(
     use_input_stats: bool = True,
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """torch.nn.functional.instance_norm: inside of a sharded call, running statistics are means
     over the rows of all ranks."""
     rest = (weight, bias, use_input_stats, *args)
     region = current_region()
     if running_mean is None or running_var is None or not use_input_stats or region is None:
-        output: Tensor = original(input, running_mean, running_var, *rest, **kwargs)
-        return output
+        return original(input, running_mean, running_var, *rest, **kwargs)
     own = running_mean.clone(), running_var.clone()
     output = original(input, *own, *rest, **kwargs)
     with torch.no_grad():
@@ -117,7 +113,7 @@ def linear(
     input: Tensor,  # noqa: A002  (torch's name)
     weight: Tensor,
     bias: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """torch.nn.functional.linear: where virtual shards share a large weight, one product serves all
     shards of a rank that come there."""
     if _is_large(weight):
@@ -125,8 +121,7 @@ def linear(
         output = _output_of_shards(LayerCall(original, Linear(), rows, weight, bias))
         if output is not None:
             return output.reshape(*input.shape[:-1], -1)
-    alone: Tensor = original(input, weight, bias)
-    return alone
+    return original(input, weight, bias)
 
 
 def conv(
@@ -138,7 +133,7 @@ def conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Tensor:
+) -> Any:
     """torch.nn.functional.conv1d, conv2d and conv3d: as `linear`."""
     options = stride, padding, dilation, groups
     layer = Convolution.of(weight.dim() - 2, options) if _is_large(weight) else None
@@ -146,8 +141,7 @@ def conv(
         output = _output_of_shards(LayerCall(original, layer, input, weight, bias))
         if output is not None:
             return output
-    alone: Tensor = original(input, weight, bias, *options)
-    return alone
+    return original(input, weight, bias, *options)
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -168,10 +162,9 @@ def _output_of_shards(call: LayerCall) -> Tensor | None:
     return output
 
 
-def sync_batch_norm(original: Function, self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+def sync_batch_norm(original: Function, self: nn.SyncBatchNorm, input: Tensor) -> Any:  # noqa: A002
     """torch.nn.SyncBatchNorm.forward: to the script there is one process, whose batch is whole."""
-    output: Tensor = BatchNorm.forward(self, input)
-    return output
+    return BatchNorm.forward(self, input)
 
 
 def _no_contexts() -> Contexts:

@@ -106,7 +106,7 @@ def intercepted_calls(run: Callable[[_RandomCall], Any]) -> AbstractContextManag
 
     def run_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = func._schema.name.removeprefix("aten::")
-        shape = tuple(_shape(op, args, kwargs))
+        shape = _shape(op, args, kwargs)
         return run(_RandomCall(func, args, kwargs, Draw(next(numbers), op, len(shape)), shape))
 
     return intercepted_draws(run_draw)
@@ -239,13 +239,12 @@ class GlobalBatchDraws:
         return scatter_to_region(whole, self._blocks, dim, self._group)
 
 
-def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Of what is drawn; () where it is not known."""
     if _is_factory(name, args, kwargs):
-        size: Sequence[int] = args[_place_of_size(args)]
-        return size
+        return tuple(args[_place_of_size(args)])
     first = args[0] if args else kwargs.get("self")
-    return first.shape if isinstance(first, Tensor) else ()
+    return tuple(first.shape) if isinstance(first, Tensor) else ()
 
 
 def _is_factory(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -109,8 +109,7 @@ class ShardThreads:
     @property
     def number(self) -> int:
         """That of the function on this thread."""
-        number: int = self._thread.number
-        return number
+        return int(self._thread.number)
 
     def meet(self, value: Any, joint: Joint, place: Hashable = None) -> Any:
         """This function's result of `joint`, to which every function gives a value.
@@ -208,8 +207,7 @@ def next_sequence_number() -> int:
     """The number of the node that autograd makes next on this thread, which is made here."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.empty(0, requires_grad=True, device="cpu").clone().grad_fn
-    number: int = node._sequence_nr()
-    return number
+    return int(node._sequence_nr())
 
 
 def _autocast_devices() -> list[str]:
