@@ -129,15 +129,8 @@ class _Encoding:
     def _leaf(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
         if node.kind is Kind.TENSOR:
-            if not is_comparable(value):
-                raise _unknown(node.path, value)
-            return {
-                "kind": Kind.TENSOR.value,
-                "data": value.detach(),
-                "grad": grad_of(value),
-                "requires_grad": value.requires_grad if value.is_leaf else None,
-                "has_graph": _has_graph(value),
-            }
+            requires_grad = value.requires_grad if value.is_leaf else None
+            return _tensor_entry(node) | {"data": value.detach(), "requires_grad": requires_grad}
         if node.kind is Kind.ARRAY:
             return {"kind": Kind.ARRAY.value, "data": value}
         state = value.state_dict() if node.kind is Kind.SCALER else state_of(value)
@@ -191,15 +184,10 @@ class _Encoding:
 
     def _new_tensor(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
-        if not is_comparable(value):
-            raise _unknown(node.path, value)
-        entry: dict[str, Any] = {
-            "kind": Kind.TENSOR.value,
+        entry = _tensor_entry(node) | {
             "device": value.device,
             "parameter": isinstance(value, nn.Parameter),
             "requires_grad": value.requires_grad and value.is_leaf,
-            "has_graph": _has_graph(value),
-            "grad": grad_of(value),
         }
         owner = self._owners.get(_memory(value))
         if owner is not None and owner.value.dtype == value.dtype and _fills_memory(owner):
@@ -281,9 +269,14 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if is_comparable(tensor) else 0
 
 
-def _has_graph(tensor: Tensor) -> bool:
-    """Whether gradients go on from it to what it was computed from, which is not saved."""
-    return tensor.requires_grad and not tensor.is_leaf
+def _tensor_entry(node: ScriptObject) -> dict[str, Any]:
+    """What the entry of every tensor has."""
+    value = node.value
+    if not is_comparable(value):
+        raise _unknown(node.path, value)
+    # Of what it was computed from nothing is saved.
+    has_graph = value.requires_grad and not value.is_leaf
+    return {"kind": Kind.TENSOR.value, "grad": grad_of(value), "has_graph": has_graph}
 
 
 def _fills_memory(node: ScriptObject) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from instep.distributed.generator_states import is_generator
-from instep.unedited.sharded_call.plan.object_graph import is_of_script
+from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_script
 
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _MAX_OBJECTS = 2000
@@ -101,7 +101,5 @@ def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if isinstance(value, types.ModuleType) and is_of_script(value):
             yield from ((f"{name}.{key}", vars(value)[key]) for key in names if key in vars(value))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
+        if not is_empty_cell(cell):
             yield name, cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
