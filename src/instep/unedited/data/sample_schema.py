@@ -19,6 +19,7 @@ SampleSchema = tuple[Any, ...]
 
 _NUMBERS = (int, float, bool)
 _TEXTS = (str, bytes)
+_CONTAINERS = (tuple, list, dict)
 
 
 def common_schema(samples: Sequence[object]) -> SampleSchema | None:
@@ -66,34 +67,28 @@ def _nested_schema(
 
 def flatten_collated(schema: SampleSchema, collated: Any) -> Iterator[Any]:
     """The leaves of a collated batch of samples of this schema, in order."""
-    if schema[0] in (tuple, list):
-        for child, part in zip(schema[2], collated, strict=True):
-            yield from flatten_collated(child, part)
-    elif schema[0] is dict:
-        for key, child in zip(schema[1], schema[2], strict=True):
-            yield from flatten_collated(child, collated[key])
-    else:
+    if schema[0] not in _CONTAINERS:
         yield collated
+        return
+    parts = (collated[key] for key in schema[1]) if schema[0] is dict else collated
+    for child, part in zip(schema[2], parts, strict=True):
+        yield from flatten_collated(child, part)
 
 
 def unflatten_collated(schema: SampleSchema, leaves: Iterator[Any]) -> Any:
     """The collated batch of samples of this schema, from its leaves."""
-    if schema[0] in (tuple, list):
-        return [unflatten_collated(child, leaves) for child in schema[2]]
-    if schema[0] is dict:
-        children = zip(schema[1], schema[2], strict=True)
-        return {key: unflatten_collated(child, leaves) for key, child in children}
-    return next(leaves)
+    if schema[0] not in _CONTAINERS:
+        return next(leaves)
+    children = [unflatten_collated(child, leaves) for child in schema[2]]
+    return dict(zip(schema[1], children, strict=True)) if schema[0] is dict else children
 
 
 def extract_sample(schema: SampleSchema, leaves: Iterator[Any], row: int) -> Any:
     """The sample that is this row of the leaves."""
     type_ = schema[0]
-    if type_ in (tuple, list):
-        return type_(extract_sample(child, leaves, row) for child in schema[2])
-    if type_ is dict:
-        children = zip(schema[1], schema[2], strict=True)
-        return {key: extract_sample(child, leaves, row) for key, child in children}
+    if type_ in _CONTAINERS:
+        children = [extract_sample(child, leaves, row) for child in schema[2]]
+        return dict(zip(schema[1], children, strict=True)) if type_ is dict else type_(children)
     entry = next(leaves)[row]
     if type_ in _TEXTS:
         return entry
