@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from instep.process import storage
+from instep.unedited.files.paths import PathResolver
 
 IN_A_SMALL_FOLDER = 'mount -t tmpfs -o size=1m tmpfs "$TMPDIR" && exec "$@"'
 SAVES = """
@@ -53,6 +54,15 @@ def can_mount() -> bool:
     """Whether a process may have mounts of its own here."""
     made = alone("sh", "-c", "mount -t tmpfs tmpfs /mnt")
     return bool(shutil.which("unshare")) and not subprocess.run(made, check=False).returncode
+
+
+def test_a_cache_with_an_empty_name_is_the_usual_one_and_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.chdir(tmp_path)
+    assert storage.cache_folder() == os.path.expanduser("~/.cache")
+    assert not PathResolver(()).is_private(str(tmp_path / "model.pt"))
 
 
 @pytest.mark.nightly

@@ -29,11 +29,15 @@ def describe_folder(folder: str) -> str:
     return f"{folder} ({shutil.disk_usage(folder).free / 2**30:.1f} GiB free)"
 
 
+def cache_folder() -> str:
+    """That of the user."""
+    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+
+
 def _writable_folders() -> Iterator[str]:
     """One for each file system."""
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     seen = set()
-    for folder in (tempfile.gettempdir(), "/var/tmp", cache):
+    for folder in (tempfile.gettempdir(), "/var/tmp", cache_folder()):
         if os.access(folder, os.W_OK | os.X_OK):
             device = os.stat(folder).st_dev
             if device not in seen:

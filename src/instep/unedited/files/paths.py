@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from instep.process.storage import cache_folder
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer
 
@@ -28,10 +29,9 @@ _CACHES = (
 
 def private_directories() -> list[str]:
     """Where every rank reads and writes by itself: kernel interfaces, and caches that lock."""
-    home = os.path.expanduser("~")
     caches = [
-        os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
-        f"{home}/.triton",
+        cache_folder(),
+        os.path.expanduser("~/.triton"),
         *(os.environ[name] for name in _CACHES if os.environ.get(name)),
     ]
     compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")

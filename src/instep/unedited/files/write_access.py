@@ -40,18 +40,12 @@ def restrict() -> None:
     if landlock.version() == 0 or _restricted_processes:
         return
     with bypass_overlay():
-        cache, *others = _cache_directories()
         with suppress(OSError):
-            os.makedirs(cache, mode=0o700, exist_ok=True)
+            os.makedirs(storage.cache_folder(), mode=0o700, exist_ok=True)
+        caches = [*private_directories(), os.path.expanduser("~/.nv")]
         temporary = os.path.realpath(tempfile.gettempdir())
-        landlock.restrict_writes([cache, *others, *_allowed, temporary])
+        landlock.restrict_writes([*caches, *_allowed, temporary])
     _restricted_processes.append(os.getpid())
-
-
-def _cache_directories() -> list[str]:
-    home = os.path.expanduser("~")
-    first = os.environ.get("XDG_CACHE_HOME", f"{home}/.cache")
-    return [first, *private_directories(), f"{home}/.nv"]
 
 
 def add_notes(error: BaseException, rank: int) -> None:
