@@ -25,7 +25,6 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
-from instep.unedited import multi_rank, std_streams
 from instep.unedited.files import generations, os_functions, overlay, rank0_files
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer
@@ -533,11 +532,9 @@ def test_the_last_rank_removes_the_layers_and_none_minds_if_they_are_gone(
     shared = tmp_path / "layers"
     for rank in range(2):
         (shared / f"rank{rank}").mkdir(parents=True)
-    facts = multi_rank.SessionInfo(
-        0, std_streams.Terminal.detect(), multi_rank._host(), str(shared)
-    )
+    directory = generations.SharedDirectory(generations._host(), str(shared))
     first, second = (
-        multi_rank._LayerDirectories(facts, World(rank, 2, rank, 2)) for rank in range(2)
+        generations.LayerDirectories(directory, World(rank, 2, rank, 2)) for rank in range(2)
     )
     assert second.writable() == [str(shared / "rank1"), str(shared)]
     shutil.rmtree(shared / "rank1")

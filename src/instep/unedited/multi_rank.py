@@ -5,15 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import shutil
-import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import NoReturn
@@ -29,8 +25,7 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client, interrupts
 from instep.distributed.watchdog.call_stack import wait_at_exit
-from instep.process import pending_writes, print_line, settings, storage
-from instep.process.procfs import boot_id
+from instep.process import pending_writes, print_line, settings
 from instep.process.tracebacks import format_error
 from instep.training.draws import kernels
 from instep.training.drift import non_finite
@@ -38,10 +33,7 @@ from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.data import loaders
 from instep.unedited.files import os_functions, write_access
-from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.generations import Generations, before_layer
-from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.files.generations import LayerDirectories, SharedDirectory
 from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
@@ -80,9 +72,7 @@ class SessionInfo:
 
     seed: int
     terminal: std_streams.Terminal
-    host: str
-    directory: str
-    """Holds this job's layers on that host."""
+    directory: SharedDirectory
 
 
 class MultiRankSession:
@@ -105,7 +95,7 @@ class MultiRankSession:
         self._store = dist.PrefixStore("instep", bootstrap.store())
         info = _exchange_info(self._store, self.world)
         self.seed = info.seed
-        self._directories = _LayerDirectories(info, self.world)
+        self._directories = LayerDirectories(info.directory, self.world)
         pending_writes.set_marker(self._directories.marker())
         if launchers.FAILURE_FILE in os.environ:
             write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
@@ -116,16 +106,15 @@ class MultiRankSession:
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = std_streams.StdStreams(self.world.rank, info.terminal, self._relay)
-        self._step_check = StepCheck(
-            self._streams.print_error_line if self.world.rank == 0 else _show_nothing
-        )
+        show_step = self._streams.print_error_line if self.world.rank == 0 else _show_nothing
+        self._step_check = StepCheck(show_step)
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
         launcher_env.mask()
         seeds.seed_everything(self.seed)
         files = self._directories.files()
         os_functions.set_files(files)
-        change = self._directories.generation_change(files)
+        change = GenerationChange(files, self._directories.shared, self._directories.generations)
         children.install(self._relay, change, patch_table.install_files)
         seeds.take_from_rank0(self._relay)
         opt_out.set_handler(on_opt_out)
@@ -316,77 +305,8 @@ def _join() -> World:
 def _exchange_info(store: dist.Store, world: World) -> SessionInfo:
     if world.rank == 0:
         terminal = std_streams.Terminal.detect()
-        info = SessionInfo(seeds.choose_seed(), terminal, _host(), _make_directory(world))
+        info = SessionInfo(seeds.choose_seed(), terminal, SharedDirectory.make(world))
         store.set(_INFO, pickle.dumps(info))  # type: ignore[arg-type]  # the stub says str
         return info
     received: SessionInfo = pickle.loads(store.get(_INFO))  # verified: rank 0 has written it
     return received
-
-
-def _host() -> str:
-    return f"{socket.gethostname()} {boot_id()}"
-
-
-def _make_directory(world: World) -> str:
-    """Make a directory for the ranks of rank 0's host.
-
-    `instep run` deletes it whatever happens; under another launcher the last rank does.
-    """
-    failure_file = os.environ.get(launchers.FAILURE_FILE)
-    parent = (
-        storage.choose_folder(world.local_size)
-        if failure_file is None
-        else Path(failure_file).parent
-    )
-    directory = tempfile.mkdtemp(prefix="instep-", dir=parent)
-    for rank in range(world.size):
-        os.mkdir(os.path.join(directory, f"rank{rank}"))
-    return os.path.realpath(directory)
-
-
-class _LayerDirectories:
-    """The directories that hold this rank's layers."""
-
-    def __init__(self, info: SessionInfo, world: World) -> None:
-        self._shared = info.directory if info.host == _host() else None
-        if self._shared is not None and not os.path.isdir(self._shared):
-            self._shared = None  # the same machine in another container
-        if self._shared is not None:
-            self._own = os.path.join(self._shared, f"rank{world.rank}")
-        else:
-            parent = storage.choose_folder(world.local_size)
-            self._own = os.path.realpath(tempfile.mkdtemp(prefix="instep-", dir=parent))
-        self._generations = None if world.rank == 0 else Generations(self._own, self._shared)
-        client.remove_after_exit(self._own, self._shared)
-
-    def files(self) -> Rank0Files | OverlayFiles:
-        """The files as this rank sees and changes them."""
-        if self._generations is not None:
-            return OverlayFiles(self._generations.rank_layer, self._generations.before)
-        assert self._shared is not None
-        return Rank0Files(before_layer(self._shared, 0))
-
-    def generation_change(self, files: Rank0Files | OverlayFiles) -> GenerationChange:
-        """Starts a new generation of these layers after a command."""
-        return GenerationChange(files, self._shared, self._generations)
-
-    def writable(self) -> list[str]:
-        """All directories in which this rank writes."""
-        return [self._own, *([] if self._shared is None else [self._shared])]
-
-    def marker(self) -> Path:
-        """Where this rank marks that it writes a file: for the supervisor, or for its watcher."""
-        if launchers.FAILURE_FILE in os.environ:
-            return pending_writes.marker_path(Path(os.environ[launchers.FAILURE_FILE]))
-        os.makedirs(self._own, mode=0o700, exist_ok=True)
-        return Path(self._own, pending_writes.MARKER_NAME)
-
-    def delete(self) -> None:
-        """Delete this rank's directory; the last rank of the host also deletes the shared one."""
-        with bypass_overlay():
-            shutil.rmtree(self._own, ignore_errors=True)
-            if self._shared is None:
-                return
-            with suppress(FileNotFoundError):  # another rank has deleted it meanwhile
-                if not any(name.startswith("rank") for name in os.listdir(self._shared)):
-                    shutil.rmtree(self._shared, ignore_errors=True)
