@@ -11,7 +11,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from instep.process.pending_writes import DRAFT_PREFIX, track_write
 from instep.unedited.files.bypass import bypass_overlay
@@ -29,12 +29,10 @@ def atomic_write(path: StrOrBytesPath, files: PathResolver) -> Iterator[str]:
     with bypass_overlay():
         target = os.path.realpath(os.fsdecode(path))
         draft = _draft_path(target)
-        if not _can_be_replaced(path, target, files):
-            files.keep(path)
-            yield os.fsdecode(path)
-            return
-        with track_write(draft):  # from before its directory is made until that has been removed
-            if not _make_directory(draft, files):
+        can_be_replaced = _can_be_replaced(path, target, files)
+        # From before its directory is made until that has been removed.
+        with track_write(draft) if can_be_replaced else nullcontext():
+            if not (can_be_replaced and _make_directory(draft, files)):
                 files.keep(path)
                 yield os.fsdecode(path)
                 return

@@ -77,12 +77,6 @@ def _call(
 ) -> Any:
     if (known := whole_calls.find(module, args, kwargs)) is not None:
         return _run_known_whole(known, original, module, args, kwargs)
-    return _call_unknown(original, module, args, kwargs)
-
-
-def _call_unknown(
-    original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
     if (
         peek_interpreter_stack() is not None  # torch.func's transforms
         or is_in_forward_ad()
