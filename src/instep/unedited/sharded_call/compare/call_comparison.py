@@ -23,9 +23,8 @@ from instep.unedited.sharded_call.compare.other_arguments import (
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import (
     PERTURBATIONS,
-    output_tolerance,
+    is_near,
     perturbed,
-    relative_error,
 )
 from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
@@ -220,7 +219,7 @@ class CallComparison:
         self._has_foreign_leaf = (self._group.is_virtual and self.reference.uses_older()) or (
             find_leaves(own, start) != []  # then the leaves are looked at in each call
             if self.stored
-            else _has_foreign_leaf(own, start, self.reference)
+            else _uses_foreign_leaf(own, start, self.reference)
         )
         if not self._has_foreign_leaf:
             return ""
@@ -271,16 +270,21 @@ class CallComparison:
         """How the ranks' `k`-th outputs become that of the whole forward. Raises
         ShardedCallError."""
         whole, local = self.reference.outputs[k], parts[0]
+        if isinstance(whole, Tensor) and isinstance(local, Tensor):
+            return self._plan_tensor(parts, k, region, in_cache)
         if isinstance(whole, Unset) and isinstance(local, Unset) and self.known_outputs:
             return self.known_outputs[k]
         if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
             return OutputPlan("shard")
-        if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
-            if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
-                raise ShardedCallError(
-                    f"it returns a {type(whole).__name__} that depends on the rows"
-                )
-            return OutputPlan("replicate")
+        if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
+            raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
+        return OutputPlan("replicate")
+
+    def _plan_tensor(
+        self, parts: Sequence[Tensor], k: int, region: Region, in_cache: bool
+    ) -> OutputPlan:
+        """As `_plan_output`, where the whole forward and this rank's return tensors."""
+        whole, local = self.reference.outputs[k], parts[0]
         if is_subclass(whole) and not has_attributes_of(whole, local):
             raise ShardedCallError(
                 f"it returns a {type(whole).__name__} whose attributes depend on the rows"
@@ -298,11 +302,10 @@ class CallComparison:
                 candidates = like_known
         for plan in candidates:
             joined = join_output(detached(parts), plan, region)
-            # A wrong mean may be near the right one: only rows get the benefit of the doubt.
             if plan.placement == "shard" or self._tolerances.is_proven:
                 matches = self._tolerances.matches_output(k, joined)
-            else:
-                matches = relative_error(joined, whole) <= output_tolerance(whole)
+            else:  # a wrong mean may be near the right one
+                matches = is_near(joined, whole)
             if matches:
                 return replace(plan, has_values=had_values)
         count = len(self.reference.outputs)
@@ -341,7 +344,7 @@ def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
     return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
 
 
-def _has_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference) -> bool:
+def _uses_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
     argument nor a parameter of the module, nor made by the forward, another one each time."""
     leaves = find_leaves(outputs, start)

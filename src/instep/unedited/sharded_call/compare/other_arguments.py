@@ -20,6 +20,7 @@ from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import (
     NOISE_FACTOR,
     PERTURBATIONS,
+    is_near,
     output_tolerance,
     perturbed,
     relative_error,
@@ -71,9 +72,7 @@ def holds_for_zeros(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     before.restore()
     region, local, local_structure = run_planned(other, plan, group)
     return structure == local_structure and all(
-        not isinstance(whole, Tensor)
-        or relative_error(join_output(detached(parts), how, region), whole)
-        <= output_tolerance(whole)
+        not isinstance(whole, Tensor) or is_near(join_output(detached(parts), how, region), whole)
         for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
     )
 

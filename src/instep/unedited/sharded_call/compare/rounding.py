@@ -153,6 +153,11 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
     return _ratio(difference, max(float(torch.where(finite, b, 0).norm()), floor))
 
 
+def is_near(actual: Tensor, expected: Tensor) -> bool:
+    """Whether an output is another one up to rounding."""
+    return relative_error(actual, expected) <= output_tolerance(expected)
+
+
 def gradient_errors(
     actual: Sequence[Sequence[Tensor | None]], expected: Sequence[Sequence[Tensor | None]]
 ) -> list[float]:

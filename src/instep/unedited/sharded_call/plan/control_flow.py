@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -138,20 +139,13 @@ class ForwardTrace:
         reached = self._reached.setdefault(code, set())
         # From Python 3.12 on the first call of a function has no events of opcodes, but of lines.
         frame.f_trace_opcodes = branches.by_opcode
-        add = reached.add
-        if branches.by_opcode:
+        add, place_of = reached.add, attrgetter("f_lasti" if branches.by_opcode else "f_lineno")
 
-            def trace_offset(frame: FrameType, event: str, arg: Any) -> Any:
-                add(frame.f_lasti)
-                return trace_offset
+        def trace_place(frame: FrameType, event: str, arg: Any) -> Any:
+            add(place_of(frame))
+            return trace_place
 
-            return trace_offset
-
-        def trace_line(frame: FrameType, event: str, arg: Any) -> Any:
-            add(frame.f_lineno)
-            return trace_line
-
-        return trace_line
+        return trace_place
 
 
 skip_frame(ForwardTrace.enter)  # else torch.compile takes it up in what the script compiles
