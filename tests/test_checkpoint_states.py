@@ -103,7 +103,7 @@ class StandInCUDA:
     """The accelerator of a machine with a GPU, whose generator is a number in a tensor."""
 
     def __init__(self, state, *, initialized=True):
-        self.state = torch.tensor([state], dtype=torch.uint8)
+        self.state = torch.tensor([state])
         self.initialized = initialized
 
     def installed(self):
@@ -119,7 +119,7 @@ class StandInCUDA:
         self.state = state.clone()
 
     def manual_seed(self, seed):
-        self.state = torch.tensor([seed % 251], dtype=torch.uint8)
+        self.state = torch.tensor([seed])  # of so many bits that none is met by chance
 
 
 def generators(folder, has_gpu, number, save):
