@@ -59,7 +59,7 @@ class Snapshot:
             *(
                 self._path(k, name)
                 for k, part in enumerate(self._parts)
-                for name in part._parameters
+                for name, _ in part._parameters.items()  # a script's table has no iterator
             ),
         }
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
