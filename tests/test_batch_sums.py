@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from instep.process.torch_private import script_operations
 from instep.unedited.sharded_call.shards.batch_sums import (
     Place,
     RowSums,
@@ -63,6 +64,18 @@ def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> Non
     x.sum()
     assert [*noted.values()] == [{3}]
     assert before == (torch.sum, torch.mean, vars(Tensor).get("sum"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_forward_may_compile_a_function_that_adds_up() -> None:
+    def add_up(x: Tensor) -> Tensor:
+        return torch.sum(x) + torch.mean(x)
+
+    known = dict(script_operations)
+    with noted_lengths({}):
+        compiled = torch.jit.script(add_up)
+    assert compiled(torch.ones(3)) == 4
+    assert script_operations == known
 
 
 def test_what_is_as_long_as_in_the_whole_forward_has_no_rows() -> None:

@@ -21,6 +21,7 @@ from instep.distributed.identity.world import World
 from instep.errors import DeviceError
 from instep.launch.worker import static_opt_out
 from instep.process.patching import Patch, PatchHandle
+from instep.process.torch_private import script_operations
 from instep.unedited import devices, launcher_env, patch_table
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
@@ -673,6 +674,17 @@ def test_patches_are_undone_exactly() -> None:
     patched.remove()
     patched.remove()
     assert dict(vars(Owner)) == before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_script_of_torch_may_name_a_function_of_torch_that_is_replaced() -> None:
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)
+
+    known = dict(script_operations)
+    with PatchHandle([Patch(torch, "exp", lambda original, x: original(x))]):
+        assert torch.jit.script(grows)(torch.zeros(1)) == 1
+    assert script_operations == known
 
 
 def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,9 @@ class PatchHandle:
             if isinstance(original, Hashable) and original in supports:
                 supports.add(patched)
         self._originals.append(_Original(owner, patch.name, before, patched))
+        operations = _script_operations()
+        if id(original) in operations:
+            operations[id(patched)] = operations[id(original)]
         return patched
 
 
@@ -150,10 +153,22 @@ class _Original:
     def restore(self) -> None:
         for supports in _SUPPORTS:
             supports.discard(self.patched)
+        _script_operations().pop(id(self.patched), None)
         if self.value is _ABSENT:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.value)
+
+
+def _script_operations() -> dict[int, str]:
+    """What torch.jit.script knows of torch's functions, by their ids; empty before torch is
+    imported."""
+    torch = sys.modules.get("torch")
+    if torch is None or getattr(torch.__spec__, "_initializing", False):
+        return {}
+    from instep.process.torch_private import script_operations
+
+    return script_operations
 
 
 @contextmanager

@@ -239,6 +239,11 @@ def is_bitwise() -> bool:
     return int(BITWISE) > 0
 
 
+def divides_by_time() -> bool:
+    """Whether measured times decide how calls are computed: INSTEP_DIVIDE."""
+    return str(DIVIDE) == "auto" and not is_bitwise()
+
+
 def timeout() -> timedelta:
     """The limit for a collective or a rendezvous: INSTEP_TIMEOUT."""
     return timedelta(seconds=int(TIMEOUT))

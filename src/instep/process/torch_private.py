@@ -130,8 +130,8 @@ function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_func
 """The modes that intercept torch's functions now."""
 profiler_enabled = torch.autograd._profiler_enabled
 """Whether torch.profiler records."""
-register_builtin = torch.jit._builtins._register_builtin
-"""Lets torch.jit.script know a function by the name of an operation."""
+script_operations: dict[int, str] = torch.jit._builtins._get_builtin_table()
+"""The operations that torch.jit.script calls for functions of torch, by the ids of these."""
 VF = torch._VF
 """The functions by which nn.RNN and its relatives compute."""
 

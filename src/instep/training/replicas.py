@@ -357,7 +357,6 @@ def _patch_torch() -> None:
             *functions.PATCHES,
         ]
     )
-    functions.register_for_scripts()
 
 
 def _batch_norm(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.process.patching import Function, Patch
-from instep.process.torch_private import VF, device_constructors, register_builtin
+from instep.process.torch_private import VF, device_constructors
 from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.forward_calls import ForwardCall
@@ -118,10 +118,3 @@ PATCHES = [
     for name in names
 ]
 """For replicas."""
-
-
-def register_for_scripts() -> None:
-    """Let torch.jit.script, which knows functions by identity, take these for torch's own."""
-    for patch in PATCHES:
-        if patch.owner is not torch.Tensor:
-            register_builtin(getattr(patch.owner, patch.name), f"aten::{patch.name}")

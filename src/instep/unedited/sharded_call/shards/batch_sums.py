@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from instep.process.patching import Function, replaced
+from instep.process.torch_private import script_operations
 
 Place = tuple[str, int, int]
 """Where a sum stands: the file, the first line of its function, and the instruction."""
@@ -59,14 +60,26 @@ _HALF = (torch.float16, torch.bfloat16)
 _LIBRARIES = frozenset(("torch", "instep"))
 
 
-def replaced_sums(answer: Answer) -> AbstractContextManager[None]:
+@contextmanager
+def replaced_sums(answer: Answer) -> Iterator[None]:
     """Inside, on this thread, `answer` gets the sums and means of functions that are neither
     torch's own nor instep's."""
     thread = threading.get_ident()
-    functions = (
+    functions = [
         (owner, name, _replacement(getattr(owner, name), answer, thread)) for owner, name in _PLACES
-    )
-    return replaced(*functions)
+    ]
+    operations = {
+        id(function): operation
+        for owner, name, function in functions
+        if (operation := script_operations.get(id(getattr(owner, name)))) is not None
+    }
+    script_operations.update(operations)  # the script may compile a function in its forward
+    try:
+        with replaced(*functions):
+            yield
+    finally:
+        for key in operations:
+            script_operations.pop(key, None)
 
 
 def _replacement(original: Function, answer: Answer, thread: int) -> Function:
