@@ -25,9 +25,9 @@ from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
+from instep.unedited.data.loading_effects import LoadingEffects, buffered_prints
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
-from instep.unedited.data.side_effects import LoadingEffects, buffered_prints
 
 # ------------------------------------------------------------------------------- requests
 

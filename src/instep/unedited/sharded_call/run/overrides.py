@@ -1,4 +1,5 @@
-"""Functions of torch that must know about a sharded call: batch statistics and checkpointing."""
+"""Functions of torch that must know about a sharded call: batch statistics, packed sequences,
+layers with large weights, and checkpointing."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 
 from instep.process.patching import Function
 from instep.process.torch_private import BatchNorm, disable_compile
@@ -167,10 +169,6 @@ def sync_batch_norm(original: Function, self: nn.SyncBatchNorm, input: Tensor) -
     return BatchNorm.forward(self, input)
 
 
-def _no_contexts() -> Contexts:
-    return nullcontext(), nullcontext()
-
-
 def checkpoint(
     original: Function,
     function: Function,
@@ -195,7 +193,7 @@ def checkpoint(
     reentrant = use_reentrant is not False  # torch's default, too
     if reentrant and not (inside and _has_gradient(args)):
         return original(function, *args, use_reentrant=use_reentrant, **kwargs)
-    script_contexts: Callable[[], Contexts] = kwargs.pop("context_fn", _no_contexts)
+    script_contexts: Callable[[], Contexts] = kwargs.pop("context_fn", noop_context_fn)
 
     around = call_state.calling if region is None else region.recomputed
     checkpointed = nullcontext if inside else call_state.checkpointing
