@@ -170,14 +170,10 @@ class _Restoring:
             base.clear(target)
             for key, value in items:
                 base.__setitem__(target, key, value)
-        elif kind is Kind.LIST and not entry.get("iterator"):
+        elif isinstance(target, list | deque | set):  # others were made with what is in them
             values = [self._value(value) for value in entry["items"]]
             target.clear()
-            target.extend(values)
-        elif kind is Kind.SET and isinstance(target, set):
-            values = [self._value(value) for value in entry["items"]]
-            target.clear()
-            target.update(values)
+            (target.update if isinstance(target, set) else target.extend)(values)
 
     def _fill_attributes(self, target: Any, attributes: Mapping[str, Any]) -> None:
         held = getattr(target, "__dict__", {})

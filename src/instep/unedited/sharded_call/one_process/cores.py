@@ -56,10 +56,9 @@ class Cores:
 def can_use_one_process(world: World) -> bool:
     """Whether rank 0 may turn out to take less time alone: where one process can use the cores of
     all ranks, and what the script does may be decided by time."""
-    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
     return (
         world.one_host
-        and by_time
+        and settings.divides_by_time()
         and not str(settings.CHECKPOINT)
         and torch_devices.own_device().type == "cpu"
     )

@@ -48,13 +48,8 @@ _TOO_MANY_TEXTS = WholeReason(
 )
 _TOO_MANY_ENTRIES = WholeReason(f"it was called with more than {MAX_ENTRIES} kinds of arguments")
 
-
 all_tuners: list[CallTuner] = []
-
-
-def _tuners() -> dict[int, CallTuner] | None:
-    by_time = str(settings.DIVIDE) == "auto" and not settings.is_bitwise()
-    return {} if by_time else None
+"""Of all calls that can be divided."""
 
 
 @dataclass(eq=False)
@@ -89,7 +84,9 @@ class CacheEntry:
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
-    tuners: dict[int, CallTuner] | None = field(default_factory=_tuners)
+    tuners: dict[int, CallTuner] | None = field(
+        default_factory=lambda: {} if settings.divides_by_time() else None
+    )
     """Of calls of about one size; None: they are always sharded."""
 
     def drop_moved_plan(self) -> None:
