@@ -775,6 +775,44 @@ def test_files_that_loading_writes_are_those_of_one_process(tmp_path):
     assert said(1) == said(2)
 
 
+LOGGING_SCRIPT = """
+import threading
+from torch.utils.data import DataLoader, Dataset
+
+begun, written = threading.Semaphore(0), threading.Semaphore(0)
+
+def log():
+    while True:
+        begun.acquire()
+        with open("log.txt", "a") as file:
+            file.write(".")
+        written.release()
+
+class Loaded(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        begun.release()
+        written.acquire()
+        return index
+
+threading.Thread(target=log, daemon=True).start()
+for batch in DataLoader(Loaded(), 4):
+    print(batch)
+"""
+
+
+@pytest.mark.launch
+def test_what_a_thread_logs_while_samples_are_loaded_is_not_written_by_loading(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOGGING_SCRIPT)
+    command = [sys.executable, "-m", "instep", "run", "-n", "2", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "writes files" not in done.stderr
+
+
 DRAWS_LINE = (
     "instep: Noisy draws random numbers in its samples. They are the same for every N, but not "
     "those of plain Python (--load whole keeps those).\n"

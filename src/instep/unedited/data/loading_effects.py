@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -23,22 +24,26 @@ _PLAIN = (bool, int, float, str)
 
 
 class LoadingEffects:
-    """Sees what is changed from now on until `describe`."""
+    """Sees what is changed from now on until `describe`, by this thread and by threads that begin
+    meanwhile. What others write, as TensorBoard's does, is none of the samples'."""
 
     def __init__(self, dataset: object) -> None:
         while type(dataset) is Subset:
             dataset = dataset.dataset
         self._dataset = dataset
         self._files = current_files()
-        self._files.changed = ""
+        self._others = {thread.ident for thread in threading.enumerate()} - {get_ident()}
+        for thread in {*list(self._files.changed)} - self._others:
+            self._files.changed.pop(thread, None)
         self._before = self._state()
         self.prints = False
         """Whether anything was printed in `watching_prints`."""
 
     def describe(self) -> str:
         """A predicate about loading samples; empty if nothing was changed."""
-        if self._files.changed:
-            return f"writes files ({os.path.basename(self._files.changed)})"
+        for thread, path in list(self._files.changed.items()):
+            if path and thread not in self._others:
+                return f"writes files ({os.path.basename(path)})"
         for name, value in self._state().items():
             before = self._before.get(name, getattr(type(self._dataset), name, None))
             if type(before) is type(value) and before != value:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 from instep.unedited.errors import UneditedError
@@ -145,7 +146,7 @@ class OverlayFiles(PathResolver):
         resolved = self.resolve_parents(path) if exclusive else self.resolve(path)
         if self.is_private(resolved):
             return resolved
-        self.changed = resolved
+        self.changed[get_ident()] = resolved
         return self._write_location(resolved, self.find(resolved), path, flags)
 
     def _write_location(self, resolved: str, found: str, path: StrOrBytesPath, flags: int) -> str:
@@ -187,7 +188,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(resolved):
             return resolved
         self._check_new(resolved, path)
-        self.changed = resolved
+        self.changed[get_ident()] = resolved
         layer = self._rank_layer
         return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
@@ -209,7 +210,7 @@ class OverlayFiles(PathResolver):
             if is_rmdir and self.names(resolved):
                 raise path_error(errno.ENOTEMPTY, path)
             self._check_parent(resolved, path)
-            self.changed = resolved
+            self.changed[get_ident()] = resolved
             self._rank_layer.remove(resolved)
             self.clear_links()
             if is_rmdir:
@@ -270,7 +271,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(new):
             copy(location, new)
             return
-        self.changed = new
+        self.changed[get_ident()] = new
         self._rank_layer.remove(new)
         if is_directory(location):
             copy(location, self._rank_layer.add_directory(new))

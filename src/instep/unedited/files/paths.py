@@ -47,10 +47,11 @@ class PassthroughFiles:
 
     layers: Sequence[Layer] = ()
     """Those through which it reads; the first one that has an entry for a path is right."""
-    changed = ""
-    """The latest path that was changed here, or was to be; whoever asks empties it before."""
 
     def __init__(self) -> None:
+        self.changed: dict[int, str] = {}
+        """The latest path that each thread changed here, or was to, by the thread's identifier;
+        whoever asks removes it before."""
         self.open_directories = OpenDirectories()
         self.followed: dict[str, str] = {}
         """Directories, and where they are after all links."""

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import get_ident
 
 from instep.unedited.files.atomic_writes import atomic_write
 from instep.unedited.files.bypass import bypass_overlay
@@ -44,7 +45,7 @@ class Rank0Files(PathResolver):
             return
         if self.is_private(resolved):
             return
-        self.changed = resolved
+        self.changed[get_ident()] = resolved
         if resolved in self._kept:
             return
         self._kept.add(resolved)
@@ -94,10 +95,10 @@ class Rank0Files(PathResolver):
         return atomic_write(path, self)
 
     def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> StrOrBytesPath:
-        changed = self.changed
+        changed = self.changed.get(get_ident(), "")
         self.keep(path, follow=False)
         if os.path.lexists(path):  # as for makedirs(path, exist_ok=True)
-            self.changed = changed
+            self.changed[get_ident()] = changed
         return path
 
     def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
