@@ -9,6 +9,7 @@ from contextlib import suppress
 from instep.distributed.flight_record.record_format import read_wait
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.stalls.probe import is_stopped
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
 from instep.process.exit_status import format_ranks, ranks_of
 from instep.process.procfs import context_switches, descendants, kill, read_stat
@@ -48,6 +49,8 @@ class ProgressChecks:
         self._children: dict[int, int] = {}
         """The process descriptors of the rank's child processes, such as loader workers."""
         self._activity = (0, 0)
+        self._was_stopped = False
+        """Whether a signal had stopped the rank at the last check."""
         self._asleep = self._idle = False
         """Since the last check: the main thread did not run; all threads hardly ran."""
         self._sequence: int | None = None
@@ -110,12 +113,20 @@ class ProgressChecks:
         self._loop.call_later(LATE_SECONDS, self._check_late)
 
     def _check(self) -> None:
-        """Compare the rank's activity with that at the last check; ask for its position."""
+        """Compare the rank's activity with that at the last check; ask for its position.
+
+        A stopped rank does not wait: while it is, and until the check after, it is not asked.
+        """
+        was_stopped, self._was_stopped = self._was_stopped, is_stopped(self._pid)
+        if self._was_stopped:
+            self._goes_on()
+            return
         with suppress(OSError):
             switches, ticks = context_switches(self._pid), read_stat(self._pid).cpu_ticks
             self._asleep = switches == self._activity[0]
             self._idle = ticks - self._activity[1] <= IDLE_TICKS
-            self._rank_connection.send("get_position")
+            if not was_stopped:
+                self._rank_connection.send("get_position")
             self._activity = switches, ticks
             self._open_children()
 
@@ -130,10 +141,7 @@ class ProgressChecks:
         waits = self._asleep or (self._idle and previous == self._sequence is not None)
         self._stalls.set_wait(wait["line"] if wait is not None and waits else None)
         if wait is None or not waits:
-            self._idle_checks = self._awaited_checks = 0
-            if self._wait_sent:
-                self._wait_sent = False
-                self._hub.send("resumed")
+            self._goes_on()
             return
         self._idle_checks = self._idle_checks + 1 if self._idle else 0
         awaited = sorted(self._ended_ranks & ranks_of(wait["members"])) if self._ended_ranks else []
@@ -147,3 +155,9 @@ class ProgressChecks:
         if self._idle_checks >= 2 and not self._wait_sent:
             self._wait_sent = True
             self._hub.send("waits", **wait)
+
+    def _goes_on(self) -> None:
+        self._idle_checks = self._awaited_checks = 0
+        if self._wait_sent:
+            self._wait_sent = False
+            self._hub.send("resumed")
