@@ -82,6 +82,72 @@ def test_what_is_no_list_of_steps_is_refused(value) -> None:
     assert not are_steps(value)
 
 
+LOOP = """
+for step, (x, y) in enumerate(loader):
+    if step == 10:
+        break
+    out = model(x)
+    loss = cost(out, y)
+    {condition}
+        {leave}
+    loss.backward()
+print(mean.compute())
+"""
+OWN_LOSS = ("if loss > 3:", "if torch.isnan(out).any():", "if (l := loss.item()) > 3:")
+
+
+@pytest.mark.parametrize("condition", OWN_LOSS)
+@pytest.mark.parametrize("leave", ["continue", "break"])
+def test_a_condition_on_the_rank_s_own_loss_is_named(tmp_path, condition, leave) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(condition=condition, leave=leave))
+    error = DisagreementError.of_collectives(
+        {
+            f"all_reduce at {script}:9": [0],
+            f"all_gather at {script}:{5 + 5 * (leave == 'break')}": [1],
+        }
+    )
+    assert f"`{condition[:-1]}` at {script}:7 decides" in str(error)
+    assert 'instep.all_reduce(loss.detach(), "mean")' in str(error)
+
+
+@pytest.mark.parametrize(
+    ("condition", "leave"), [("if step % 7 == 3:", "continue"), ("if loss > 3:", "pass")]
+)
+def test_a_condition_that_parts_no_ranks_is_not_named(tmp_path, condition, leave) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(condition=condition, leave=leave))
+    sides = {
+        f"all_reduce at {script}:9": [0],
+        f"all_gather at {script}:10": [1],
+        "barrier at ?": [2],
+    }
+    assert str(DisagreementError.of_collectives(sides)).endswith("dtypes and roots.")
+
+
+def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, instep\n"
+        "model = instep.replicate(torch.nn.Linear(1, 1, bias=False))\n"
+        "data = torch.utils.data.TensorDataset(torch.tensor([[0.0], [1.0]]) / 8)\n"
+        "for (x,) in instep.shard(torch.utils.data.DataLoader(data, batch_size=2)):\n"
+        "    loss = (model(x) - x).pow(2).mean()\n"
+        "    if loss == 0:\n"
+        "        break\n"
+        "    loss.backward()\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert f"`if loss == 0` at {script}:6 decides whether a rank comes there" in finished.stderr
+
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist, instep
 dist.init_process_group("gloo") if "its own group" in sys.argv else instep.init()

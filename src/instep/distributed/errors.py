@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from instep.distributed.conditions import advise_on_condition
 from instep.errors import CollectiveError, LaunchError
 from instep.process.exit_status import format_arrived, format_ranks
 
@@ -121,7 +122,7 @@ class DisagreementError(CollectiveError):
             "which collective comes next",
             dict(sorted(seen.items(), key=lambda side: min(side[1]))),
             "Every rank must call the same collectives in the same order, with equal shapes, "
-            "dtypes and roots.",
+            f"dtypes and roots.{advise_on_condition(seen)}",
         )
 
 
@@ -161,13 +162,14 @@ class PeerDiedError(BrokenGroupError):
 class PeerLeftError(BrokenGroupError):
     """A rank ended, or destroyed its process group, while another waited for it."""
 
-    def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
+    def __init__(self, peer: str, call: str, rank: int | None = None, side: str = "") -> None:
+        """`side`: the collective in which it waited, with its line."""
         self.rank = rank
         """That rank, where it is known."""
         CollectiveError.__init__(
             self,
             f"{peer} has ended, or destroyed its process group; this rank was waiting for it in "
-            f"{call}. Every rank must call the same collectives.",
+            f"{call}. Every rank must call the same collectives.{advise_on_condition([side])}",
         )
 
 

@@ -185,7 +185,7 @@ class Signals:
             if state == _ABORTED:
                 raise PeerGaveUpError(str(peer), signature.text, self._read(_REASON, other))
             if state == _LEFT:
-                raise PeerLeftError(str(peer), signature.text, peer.rank)
+                raise PeerLeftError(str(peer), signature.text, peer.rank, self.describe())
             if not alive:
                 raise PeerDiedError(str(peer), signature.text, peer.rank)
         limit = (timeout or self.default_timeout()).total_seconds()
