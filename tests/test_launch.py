@@ -207,6 +207,19 @@ def _under_python(launch: Launch, *command: str) -> object:
         return launch.event()
 
 
+def test_ranks_have_the_options_of_the_launchers_python(launch: Launch) -> None:
+    script = launch.script("""
+        flags = sys.flags
+        tell(flags.optimize, flags.dev_mode, flags.dont_write_bytecode, flags.utf8_mode)
+        tell(sys.warnoptions, sys._xoptions)
+    """)
+    options = ["-B", "-W", "error", "-W", "ignore::UserWarning", "-X", "dev", "-X", "utf8=1", "-OO"]
+    as_python = _under_python(launch, *options, script), launch.event()
+    command = [sys.executable, *options, "-m", "instep", *launch.command, "-n", "1", script]
+    with subprocess.Popen(command, env=launch.environ, cwd=launch.folder):
+        assert (launch.event(), launch.event()) == as_python
+
+
 def test_a_module_that_does_not_exist_is_named(launch: Launch) -> None:
     result = launch.run("-n", 2, "-m", "nowhere.module")
     assert result.returncode == 1

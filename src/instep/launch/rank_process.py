@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.output import Streams
 from instep.launch.worker.control_bytes import BEGUN, GO, READY
+from instep.process import python_command
 from instep.process.failure import Failure, RankExit
 from instep.process.pending_writes import marker_path
 
@@ -134,7 +134,7 @@ StartRank = Callable[[RankSpec], RankProcess]
 def start_rank(spec: RankSpec) -> RankProcess:
     """Start one rank, which waits for GO. Raises OSError if the operating system refuses."""
     ours, theirs = socket.socketpair()
-    worker = [sys.executable, "-P", "-m", "instep.launch.worker.entry"]
+    worker = python_command("-P", "-m", "instep.launch.worker.entry")
     with theirs:
         process = subprocess.Popen(
             [*worker, str(theirs.fileno()), *spec.entry_arguments],

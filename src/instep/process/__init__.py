@@ -49,3 +49,25 @@ def isolated_command(module: str, *arguments: str) -> list[str]:
     )
     above = os.path.dirname(os.path.dirname(PACKAGE_FOLDER))
     return [sys.executable, "-I", "-S", "-c", program, above, *arguments]
+
+
+def python_command(*arguments: str) -> list[str]:
+    """A command of this Python, with the options that this process has of it (`-W error`, `-O`)."""
+    flags = sys.flags
+    letters = {
+        "I": flags.isolated,
+        "E": flags.ignore_environment and not flags.isolated,
+        "s": flags.no_user_site and not flags.isolated,
+        "S": flags.no_site,
+        "B": flags.dont_write_bytecode,
+        "b": flags.bytes_warning,
+        "d": flags.debug,
+        "O": flags.optimize,
+        "v": flags.verbose,
+    }
+    options = [f"-{letter * count}" for letter, count in letters.items() if count]
+    for warning in sys.warnoptions:
+        options += ["-W", warning]
+    for name, value in sys._xoptions.items():
+        options += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *options, *arguments]

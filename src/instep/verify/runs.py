@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from instep.errors import VerificationError
-from instep.process import settings
+from instep.process import python_command, settings
 from instep.verify import progress
 from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
 from instep.verify.files.restored import put_back
@@ -233,7 +232,7 @@ class InstepRunStarter:
         files = nullcontext(subprocess.Popen) if self._overwrite else put_back(folder)
         with output.open("wb") as file, files as start:
             process = start(
-                [sys.executable, *launcher, *entry, *command],
+                python_command(*launcher, *entry, *command),
                 env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

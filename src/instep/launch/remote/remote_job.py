@@ -20,7 +20,7 @@ from instep.errors import LaunchError
 from instep.launch.remote.agent import STARTED, AgentRequest
 from instep.launch.remote.host_slots import LOOPBACK_NAMES, address_towards, is_this_host
 from instep.launch.signals import SignalQueue
-from instep.process import settings
+from instep.process import python_command, settings
 
 _OF_THIS_HOST = re.compile(r"BASH_FUNC.*|OLDPWD|PWD|SHLVL|_|SSH_.*|HOSTNAME|DISPLAY|XDG_.*|TMPDIR")
 """Variables that mean nothing on another host."""
@@ -132,7 +132,7 @@ def _request(
 
 
 def _command_on(host: str, options: RemoteOptions, *, is_here: bool) -> list[str]:
-    agent = [sys.executable, "-P", "-m", "instep.launch.remote.agent"]
+    agent = python_command("-P", "-m", "instep.launch.remote.agent")
     if is_here:
         return agent
     path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -19,6 +18,7 @@ from instep.distributed.identity.launchers import JOB, is_launcher_variable
 from instep.launch import rank_process
 from instep.launch.rank_process import RankProcess, RankSpec
 from instep.launch.worker import static_opt_out
+from instep.process import python_command
 from instep.process.procfs import environ_size
 
 DELAY = 5.0
@@ -116,7 +116,7 @@ class _Standby:
         self._size = environ_size(room)
         self._line, theirs = socket.socketpair()
         self._imported, imported = os.pipe()
-        worker = [sys.executable, "-P", "-m", "instep.launch.worker.standby"]
+        worker = python_command("-P", "-m", "instep.launch.worker.standby")
         try:
             self._process = subprocess.Popen(
                 [*worker, str(theirs.fileno()), str(imported)],

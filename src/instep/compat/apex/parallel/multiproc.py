@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from instep.process import python_command
+
 MODULE = "instep.compat.apex.parallel.multiproc"
 
 
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     if "INSTEP_JOB" not in os.environ:
         size = _option(arguments, "--world-size") or str(max(1, torch.accelerator.device_count()))
         ranks = ("run", "-n", size, "-m", MODULE)
-        os.execv(sys.executable, [sys.executable, "-m", "instep", *ranks, *arguments])
+        os.execv(sys.executable, python_command("-m", "instep", *ranks, *arguments))
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     sys.argv[:] = _set_option(_set_option(arguments, "--world-size", size), "--rank", rank)
     sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
