@@ -337,6 +337,20 @@ def test_a_code_that_no_rule_has_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "no rule begins with 'INS9'" in capsys.readouterr().err
 
 
+def test_a_script_in_an_undeclared_encoding_is_refused_as_by_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(b"import torch\n\n# caf\xe9\n")
+    python = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert instep(str(script)) == 2
+    refused = capsys.readouterr().err.partition(f"{script}: ")[2].strip()
+    assert refused
+    assert python.stderr.strip().endswith(refused)
+    script.write_bytes(b"# coding: latin-1\r\n# caf\xe9\r\n")
+    assert instep(str(script)) == 0
+
+
 def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = SCRIPTS / "slurm_node_list.py"
     assert instep(str(script), str(tmp_path / "no.py"), "--json", str(tmp_path / "out")) == 2

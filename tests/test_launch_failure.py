@@ -95,7 +95,9 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
     assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
 
 
-@pytest.mark.parametrize("source", [b"import os\n\nprint('\xd6\xd0')\n", b"print('\xd6\xd0')\n"])
+@pytest.mark.parametrize(
+    "source", [b"import os\n\nprint('\xd6\xd0')\n", b"print('\xd6\xd0')\n", b"# \xd6\xd0\n"]
+)
 def test_a_script_in_another_encoding_than_it_declares_is_named(
     launch: Launch, source: bytes
 ) -> None:

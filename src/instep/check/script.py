@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import stat
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -51,8 +53,12 @@ class Script:
             raise OSError("it is no ordinary file")
         if path.endswith(".ipynb"):  # many notebooks would parse as one expression
             raise OSError("it is a notebook; make a script: jupyter nbconvert --to script")
-        with tokenize.open(path) as file:
-            return cls(path, file.read())
+        with open(path, "rb") as file:
+            source = file.read()
+        if (error := encoding_error(source, path)) is not None:
+            raise error
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        return cls(path, io.TextIOWrapper(io.BytesIO(source), encoding).read())
 
     @cached_property
     def lines(self) -> list[str]:
@@ -297,3 +303,20 @@ def constant(node: ast.AST | None) -> object:
         inner = constant(node.operand)
         return -inner if isinstance(inner, int | float) else None
     return node.value if isinstance(node, ast.Constant) else None
+
+
+def encoding_error(source: bytes, path: str) -> SyntaxError | None:
+    """The error of the interpreter for a file that is not in UTF-8 and declares nothing else;
+    compiled from memory, such a file is not named, nor its line."""
+    with suppress(SyntaxError):
+        if tokenize.detect_encoding(io.BytesIO(source).readline)[0] not in ("utf-8", "utf-8-sig"):
+            return None
+    try:
+        source.decode()
+    except UnicodeDecodeError as error:
+        line = source.count(b"\n", 0, error.start) + 1
+        return SyntaxError(
+            f"Non-UTF-8 code starting with '\\x{source[error.start]:02x}' in file {path} on line "
+            f"{line}, but no encoding declared; see https://peps.python.org/pep-0263/ for details"
+        )
+    return None

@@ -7,14 +7,13 @@ import importlib.util
 import io
 import os
 import sys
-import tokenize
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from instep.check.script import encoding_error
 from instep.compat import finder
 
 Compile = Callable[[bytes, str], CodeType]
@@ -56,28 +55,9 @@ def _run_file(compile_file: Compile, path: str, *arguments: str) -> None:
     main.__loader__ = SourceFileLoader("__main__", where)
     with io.open_code(where) as file:
         source = file.read()
-    try:
-        code = compile_file(source, where)
-    except SyntaxError as error:
-        raise _undeclared_encoding(source, where) or error from None
-    _execute(code, main)
-
-
-def _undeclared_encoding(source: bytes, path: str) -> SyntaxError | None:
-    """The error of the interpreter for a file that is not in UTF-8 and declares nothing else;
-    compiled from memory, such a file is not named, nor its line."""
-    with suppress(SyntaxError):
-        if tokenize.detect_encoding(io.BytesIO(source).readline)[0] not in ("utf-8", "utf-8-sig"):
-            return None
-    try:
-        source.decode()
-    except UnicodeDecodeError as error:
-        line = source.count(b"\n", 0, error.start) + 1
-        return SyntaxError(
-            f"Non-UTF-8 code starting with '\\x{source[error.start]:02x}' in file {path} on line "
-            f"{line}, but no encoding declared; see https://peps.python.org/pep-0263/ for details"
-        )
-    return None
+    if (error := encoding_error(source, where)) is not None:
+        raise error
+    _execute(compile_file(source, where), main)
 
 
 def _run_module(compile_file: Compile, name: str, *arguments: str) -> None:
