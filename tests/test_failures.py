@@ -122,6 +122,53 @@ if __name__ == "__main__":
 """
 
 
+EFFECT_FIRST = """
+import os, sys
+import torch, torch.multiprocessing as mp
+
+def main(rank, folder):
+    import instep
+    from instep.distributed.watchdog import client
+    instep.init(f"file://{folder}/meet", rank=rank, world_size=2)
+    instep.barrier()
+    if rank == 1:
+        torch.distributed.destroy_process_group()
+        with open(f"{folder}/told") as told:
+            told.read()
+        raise ValueError("boo")
+    told = open(f"{folder}/told", "w")
+    watcher = client._clients[-1]
+    send = watcher.send
+
+    def send_and_tell(kind, **fields):
+        send(kind, **fields)
+        if kind == "failed":
+            told.close()
+
+    watcher.send = send_and_tell
+    instep.all_reduce(torch.ones(2))
+
+if __name__ == "__main__":
+    os.mkfifo(f"{sys.argv[1]}/told")
+    mp.spawn(main, (sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.launch
+def test_a_spawned_rank_that_waited_in_vain_and_reports_it_first_is_not_the_one_that_is_shown(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(EFFECT_FIRST)
+    ran = subprocess.run(
+        [sys.executable, "train.py", str(tmp_path)],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\n" in ran.stderr
+    assert ran.stderr.rstrip().endswith("\nValueError: boo")
+    assert "PeerLeftError" not in ran.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
 def test_the_parent_of_spawned_ranks_sees_the_one_that_failed_first(
@@ -235,6 +282,23 @@ def test_a_rank_that_exits_slowly_is_named_with_its_exit_code() -> None:
         watchers[1].tell("ended", code=3)
         loop.due.pop()()
         headline = "instep: rank 1 of 2 exited with code 3; rank 0 was stopped"
+        assert [watcher.headline() for watcher in watchers] == [headline] * 2
+        for watcher in watchers:
+            watcher.close()
+
+
+def test_a_rank_that_reports_its_failure_after_the_one_that_waited_for_it_is_named() -> None:
+    loop = Timers()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(loop, 2, listener, "token")
+        watchers = [FakeWatcher(hub, loop, rank) for rank in range(2)]
+        failed = [failure_fields(rank, "a", 1, "failed", silent=False) for rank in range(2)]
+        watchers[0].tell("failed", **failed[0], is_consequence=True, awaited_rank=1)
+        for _ in range(20):
+            loop.due.pop()()
+        watchers[1].tell("failed", **failed[1], is_consequence=False, awaited_rank=None)
+        loop.due.pop()()
+        headline = "instep: rank 1 of 2 failed; rank 0 was stopped"
         assert [watcher.headline() for watcher in watchers] == [headline] * 2
         for watcher in watchers:
             watcher.close()

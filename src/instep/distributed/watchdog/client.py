@@ -50,6 +50,9 @@ from instep.process.tracebacks import (
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 DECISION_SECONDS = 3.0
 """For which a rank that failed waits to learn whether its failure is the first."""
+PARENT_SECONDS = 2.0
+"""For which a child of multiprocessing that must end waits to be ended by its parent, as mp.spawn
+does: if it ended itself, a busy parent might take it for the one that failed first."""
 PRIORITY = 1000
 """Of the finalizer: before multiprocessing waits for other children at its child's end."""
 _clients: list[WatcherClient] = []
@@ -220,7 +223,12 @@ class WatcherClient:
         error = sys.exc_info()[1]
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         if code:
-            self._report_failure(code if isinstance(code, int) else 1)
+            assert error is not None
+            self._report_failure(
+                code if isinstance(code, int) else 1,
+                is_consequence=is_caused_by_another_rank(error),
+                awaited_rank=awaited_rank(error),
+            )
 
     def _report_failure(self, code: int, **fields: object) -> None:
         """Return when this rank may fail: it is the first, or nobody knows the first."""
@@ -293,6 +301,8 @@ class WatcherClient:
         for stream in (sys.stdout, sys.stderr):
             with suppress(ValueError, OSError):
                 stream.flush()
+        if parent_process() is not None and awaited_rank is None:
+            time.sleep(PARENT_SECONDS)
         os._exit(code)
 
 

@@ -38,14 +38,13 @@ COLLECT_SECONDS = 0.1
 """Between the first report of a failure and the choice of the first failure. A death is seen later
 than it happens, and a peer may have reported an error in between."""
 MAX_POSTPONED, EXITING_POSTPONED = 5, 25
-"""Postponements of that choice; the second where the failure is a wait for a rank whose script has
-ended and whose exit code is not known yet: on a busy machine an interpreter takes a second or more
+"""Postponements of that choice; the second where the failure is a wait for a rank that has left and
+whose failure or exit code is not known yet: on a busy machine an interpreter takes a second or more
 to exit. The rank that failed waits for 3 seconds (`client.DECISION_SECONDS`)."""
-FAILED_RANK_SECONDS = 2.0
+FAILED_RANK_SECONDS = 8.0
 """For the rank that failed to print, clean up and exit, before the others are ended."""
 LAUNCHER_SECONDS = 0.2
-"""Between the end of the rank that failed and that of the others: their launcher shall see that one
-first."""
+"""From the end of the rank that failed to that of the others: their launcher sees it first."""
 OTHERS_SECONDS = 0.9
 """For the other ranks to exit."""
 REQUESTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
@@ -61,11 +60,9 @@ so often again for all lines: torch takes seconds for the first stacks."""
 MAX_ANSWER = 150_000
 """Characters of an answer that is sent to another host: less than the longest message."""
 MAX_STRANGERS = 64
-"""Connections that have not identified themselves, beside those of the ranks that are to come; with
-one more, the oldest is closed."""
+"""Unidentified connections beside those of ranks that are to come; then the oldest is closed."""
 ENDED_SECONDS_PER_RANK = 20e-6
-"""Between two messages to all about ranks that have ended: the hub sends 50,000 a second at most,
-else the end of a job of 10,000 ranks would take 10,000 messages to each."""
+"""Between two messages to all about ranks that have ended: the hub sends 50,000 a second at most."""
 ANSWER_SECONDS_PER_RANK = 0.5e-3
 """To read an answer takes the hub a part of it."""
 SUSPECT_SECONDS = 0.05
@@ -264,8 +261,11 @@ class Hub:
             return
         exiting = self._finished - self._ended.keys()  # one of them may have failed, unreported
         first = find_first_failure(self._failures)
-        limit = EXITING_POSTPONED if first.get("awaited_rank") in exiting else MAX_POSTPONED
-        if (not self.all_connected() or (exiting and not silent)) and self._postponed < limit:
+        awaited = {first.get("awaited_rank")} - {each["rank"] for each in self._failures}
+        leaving = awaited & self.running_ranks()  # it may be about to report why
+        limit = EXITING_POSTPONED if leaving or awaited & exiting else MAX_POSTPONED
+        is_open = not self.all_connected() or leaving or (exiting and not silent)
+        if is_open and self._postponed < limit:
             self._postponed += 1
             self._loop.call_later(COLLECT_SECONDS, self._choose_first)
             return
