@@ -148,6 +148,30 @@ def test_a_signal_that_a_program_in_c_handles_stays_with_it(monkeypatch):
         pass
 
 
+STACKS = """
+import faulthandler, os, signal, sys
+import instep
+
+def nothing(rank):
+    pass
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, sys.stdout)
+    instep.spawn(nothing, nprocs=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print("goes on")
+"""
+
+
+def test_a_signal_of_the_scripts_faulthandler_stays_with_it(tmp_path):
+    path = tmp_path / "stacks.py"
+    path.write_text(STACKS)
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 0
+    assert f'"{path}", line 11 in <module>' in ran.stdout
+    assert ran.stdout.endswith("goes on\n")
+
+
 def test_an_interrupt_ends_the_ranks_and_is_raised(tmp_path):
     path = tmp_path / "interrupted.py"
     path.write_text(INTERRUPTED)

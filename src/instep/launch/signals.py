@@ -3,6 +3,7 @@ which it then ends its ranks."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -11,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from instep.process.procfs import handles_signal
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1)
@@ -99,10 +102,16 @@ def _handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, _Handle
     """The handlers of these signals that may be replaced for a while.
 
     A signal that was ignored (by nohup, or by a shell for a background job) stays ignored, and one
-    that a program in C handles which embeds Python stays with it: Python cannot give it back.
+    that C code handles (faulthandler, or a program which embeds Python) stays with it, because
+    Python cannot give it back.
     """
     found = {number: signal.getsignal(number) for number in numbers}
-    return {n: handler for n, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    return {
+        number: handler
+        for number, handler in found.items()
+        if handler not in (signal.SIG_IGN, None)
+        and not (handler is signal.SIG_DFL and handles_signal(os.getpid(), number))
+    }
 
 
 def _ignore_handled(number: int, frame: FrameType | None) -> None:
