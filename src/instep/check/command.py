@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     parser: argparse.ArgumentParser = arguments.parser
     if arguments.explain is not None:
         known: dict[str, Rule | RunWarning] = {**RULES, **RUN_WARNINGS}
-        found = known.get(arguments.explain.upper().strip("[]"))
+        code = arguments.explain.upper().strip("[]")
+        found = known.get(code, known.get(f"INS{code}"))
         if found is None:
             parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(known)}")
         print(format_page(found), end="")
