@@ -751,11 +751,16 @@ def test_nobody_failed_where_everybody_ended_with_0() -> None:
 
 
 def test_an_interrupted_job_names_the_scripts_line() -> None:
-    text = f'  File "/a/train.py", line 7, in f\n  File "{PACKAGE_FOLDER}x.py", line 2, in g\n'
+    within = (f"{PACKAGE_FOLDER}x.py", "/lib/site-packages/torch/optim/optimizer.py", os.__file__)
     ends = [RankExit(rank, 1.0, -2, stopped=True) for rank in range(2)]
-    assert format_interrupt(signal.SIGINT, Failure(0, 1.0, -2, text=text), ends) == (
-        "instep: interrupted at /a/train.py:7; ranks 0, 1 were stopped\n"
-    )
+    for file in within:
+        text = f'  File "/a/train.py", line 7, in f\n  File "{file}", line 2, in g\n'
+        assert format_interrupt(signal.SIGINT, Failure(0, 1.0, -2, text=text), ends) == (
+            "instep: interrupted at /a/train.py:7; ranks 0, 1 were stopped\n"
+        )
+    text = f'  File "{within[1]}", line 2, in g\n'
+    report = format_interrupt(signal.SIGINT, Failure(0, 1.0, -2, text=text), ends)
+    assert f"interrupted at {within[1]}:2;" in report
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
 from instep.process.exit_status import (
     UNKNOWN_RANK,
     describe_early_exit,
@@ -146,7 +146,9 @@ def format_interrupt(
     """One line about a job that was asked to end by this signal; `first`: the first rank's end."""
     text = "" if first is None else first.text
     frames = re.findall(r'File "(.+)", line (\d+)', text)
-    seen = [f"{file}:{line}" for file, line in frames if not file.startswith(PACKAGE_FOLDER)]
+    outside = [frame for frame in frames if not frame[0].startswith(PACKAGE_FOLDER)]
+    own = [frame for frame in outside if not (is_installed(frame[0]) or is_stdlib(frame[0]))]
+    seen = [f"{file}:{line}" for file, line in own or outside]
     seen += re.findall(r"It was last seen at (.+), ", text)
     what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
     place = f" at {seen[-1]}" if seen else ""
