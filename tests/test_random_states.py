@@ -58,3 +58,15 @@ def test_draws_are_seen_and_undone(is_twister: bool, restores: bool) -> None:
             for change in changes:
                 check(change, restores=restores)
             np.random.standard_normal()  # so that a number waits in every second turn
+
+
+def test_a_state_with_a_waiting_number_and_the_same_key_is_another_one() -> None:
+    with own_generators():
+        state = RNGStates.capture().numpy
+        waiting = {**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": 0.5}
+        np.random.set_state({**waiting, "has_gauss": 0, "gauss": 0.0})
+        assert RNGStates.capture().numpy["has_gauss"] == 0
+        np.random.set_state(waiting)
+        assert RNGStates.capture().numpy["has_gauss"] == 1
+        np.random.set_state(state)
+        assert RNGStates.capture().numpy["has_gauss"] == state["has_gauss"]

@@ -78,9 +78,12 @@ def seed_all(seed: int) -> None:
 
 _MT19937_BYTES = 4 * (624 + 1)
 """The key and the position of a Mersenne twister in memory."""
+_HEADER_BYTES = object.__basicsize__
+"""The reference count and the type of an object."""
 _read_last: tuple[bytes, dict[str, Any]] | None = None
 """The memory of numpy's global generator, and its state. Kept only where that holds no normal
-number for the next draw (`has_gauss`): then each draw changes this memory."""
+number for the next draw (`has_gauss`): then each draw changes the memory of its twister. Whether a
+state with such a number was set since, the memory of the generator itself tells."""
 
 
 def _read_numpy() -> dict[str, Any]:
@@ -107,7 +110,10 @@ def _memory_of_numpy() -> bytes | None:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in the stub
     if type(generator) is not np.random.MT19937:  # the script has set another one
         return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    twister = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    of_all: Any = np.random.mtrand._rand
+    size = type(of_all).__basicsize__ - _HEADER_BYTES
+    return twister + ctypes.string_at(id(of_all) + _HEADER_BYTES, size)
 
 
 @dataclass(frozen=True, eq=False)
