@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -446,3 +448,20 @@ def test_every_element_is_updated_by_one_rank(divide, size) -> None:
         for part in rank:
             part.view(part.parameter).add_(1)
     assert all(torch.equal(each, torch.ones_like(each)) for each in parameters)
+
+
+@ranks(2)
+def test_a_divided_optimizer_is_freed_with_its_last_reference():
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters()))
+    for batch in batches(2):
+        backward(model, optimizer, batch)
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    freed = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ def shard_optimizer(optimizer: Optimizer) -> None:
     transport = get_transport()
     shards = _ShardedSteps(optimizer, divide, transport) if transport.size > 1 else None
     setattr(optimizer, _SHARDS, shards)
+    if shards is not None:
+        for name in _METHODS:  # a scheduler may have put its own in front of the class's
+            vars(optimizer).pop(name, None)
+        kind: Any = type(optimizer)
+        optimizer.__class__ = _divided_class(kind)
 
 
 def _division_of(optimizer: Optimizer) -> Divide:
@@ -116,11 +121,11 @@ class _ShardedSteps:
     """An optimizer whose class's step runs on this rank's parts only.
 
     `local` is an optimizer of the same class whose parameters are the slices; it has the state.
-    The script's optimizer keeps its parameters, hyper-parameters and hooks, and no state.
+    The script's optimizer keeps its parameters, hyper-parameters and hooks, and no state. It has
+    this object, which does not refer to it: both go when the script lets go of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, divide: Divide, transport: Transport) -> None:
-        self._optimizer = optimizer
         self._kind = type(optimizer)
         self._divide = divide
         self._transport = transport
@@ -134,10 +139,7 @@ class _ShardedSteps:
         step = self._kind.step
         self._step_of_class: Callable[..., Any] = getattr(step, "__wrapped__", step)
         """Without the hooks on steps, which are called for the script's optimizer."""
-        self._take_state()
-        _replace(optimizer, "step", Optimizer.profile_hook_step(self._step))
-        _replace(optimizer, "state_dict", self._state_dict)
-        _replace(optimizer, "load_state_dict", self._load_state_dict)
+        self._take_state(optimizer)
 
     @property
     def local_state(self) -> dict[Tensor, State]:
@@ -146,12 +148,13 @@ class _ShardedSteps:
         return state
 
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._divide_new(lambda parameter: parameter.grad is not None)
+        self._divide_new(optimizer, lambda parameter: parameter.grad is not None)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         _check_summed(parameters)
         gradients = [each.grad for each in parameters]
@@ -188,13 +191,13 @@ class _ShardedSteps:
             group["fused"] = True
         return group
 
-    def _divide_new(self, is_due: Callable[[Tensor], bool]) -> None:
+    def _divide_new(self, optimizer: Optimizer, is_due: Callable[[Tensor], bool]) -> None:
         """Divide the parameters that are due and not divided yet.
 
         A parameter is due when it has its first gradient: then the ranks' parts are equal, even
         if some layers are frozen.
         """
-        groups = self._optimizer.param_groups
+        groups = optimizer.param_groups
         self._groups += [[] for _ in groups[len(self._groups) :]]
         for buckets, group in zip(self._groups, groups, strict=True):
             if not {p for bucket in buckets for p in bucket.parameters} <= {*group["params"]}:
@@ -221,18 +224,18 @@ class _ShardedSteps:
             )
         check_dense(parameter)
 
-    def _take_state(self) -> None:
+    def _take_state(self, optimizer: Optimizer) -> None:
         """Keep this rank's parts of the state that the script's optimizer has."""
-        full = self._optimizer.state
-        self._divide_new(lambda parameter: parameter in full)
+        full = optimizer.state
+        self._divide_new(optimizer, lambda parameter: parameter in full)
         self._local.state = defaultdict(dict)
         for group in self._groups:
             for bucket in group:
                 bucket.update_slices(self.local_state)
                 self.local_state.update(bucket.own_state(full))
-        self._optimizer.state = DividedState()
+        optimizer.state = DividedState()
 
-    def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of the undivided optimizer, whole on every rank. Collective."""
         full: dict[Tensor, State] = {}
         with recorder.with_detail("state_dict of a divided optimizer"):
@@ -244,23 +247,34 @@ class _ShardedSteps:
         finally:
             optimizer.state = DividedState()
 
-    def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an undivided optimizer, the same on every rank."""
         self._kind.load_state_dict(optimizer, state_dict)
         self._local.state = defaultdict(dict)
-        self._take_state()
+        self._take_state(optimizer)
 
 
-def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
-    """Let `optimizer.name(…)` be `method(optimizer, …)`; a bound method, as schedulers expect."""
+_METHODS = ("step", "state_dict", "load_state_dict")
+"""Those of an optimizer in whose place are the ones of `_ShardedSteps`."""
 
+
+@cache
+def _divided_class(kind: Any) -> Any:
+    """A class of this name for optimizers whose steps are divided. Methods that were attributes of
+    an optimizer would keep it until the next garbage collection."""
+    methods: dict[str, Any] = {name: _method(name) for name in _METHODS}
+    methods["step"] = Optimizer.profile_hook_step(methods["step"])
+    setattr(methods["step"], _KNOWN_TO_SCHEDULERS, True)
+    names = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(kind.__name__, (kind,), methods | names)
+
+
+def _method(name: str) -> Callable[..., Any]:
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs)
+        return getattr(getattr(self, _SHARDS), name)(self, *args, **kwargs)
 
     call.__name__ = name
-    if name == "step":
-        setattr(call, _KNOWN_TO_SCHEDULERS, True)
-    setattr(optimizer, name, MethodType(call, optimizer))
+    return call
 
 
 def _is_cpu_float(tensor: Tensor) -> bool:
