@@ -18,10 +18,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import instep
 from instep.errors import CannotShardError, DisagreementError, DriftError, ShardedTwiceError
+from instep.training.errors import EmptyBlockError
 from instep.training.random_streams import is_deterministic
 from pool import ranks, run
 
@@ -448,3 +450,38 @@ def test_what_collate_fn_draws_is_a_function_of_the_batch(workers):
     (whole,) = run(1, drawn_for_batches, workers)
     for size in (2, 3):
         assert run(size, drawn_for_batches, workers) == [whole] * size
+
+
+def none_left(samples):
+    return default_collate([sample for sample in samples if sample > 3])
+
+
+def stacked(samples):
+    return torch.stack([sample for sample in samples if sample > 3])
+
+
+def transposed(samples):
+    _, xs = zip(*((sample, sample) for sample in samples if sample > 3), strict=True)
+    return torch.stack(xs)
+
+
+def broken(samples):
+    return samples[0][7]
+
+
+@ranks(2)
+@pytest.mark.parametrize("collate", [none_left, stacked, transposed])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_that_leaves_none_of_a_ranks_samples_is_named(collate, workers):
+    data = DataLoader(torch.arange(8.0), 8, collate_fn=collate, num_workers=workers)
+    if instep.rank == 0:
+        with pytest.raises(EmptyBlockError, match=r"all of rank 0's samples of a batch \(4\)"):
+            next(iter(instep.shard(data)))
+    else:
+        assert next(iter(instep.shard(data))).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+@ranks(2)
+def test_other_errors_of_a_collate_fn_are_raised_as_they_are():
+    with pytest.raises(IndexError):
+        next(iter(instep.shard(DataLoader(torch.arange(8.0), 8, collate_fn=broken))))

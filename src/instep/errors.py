@@ -48,6 +48,7 @@ InstepError
     ├── DriftError                parameters or learning rates that differ between ranks
     ├── NonFiniteGradError        a gradient that is infinite or not a number
     ├── MixedSumsError            gradients of different parameters summed by different ranks
+    ├── EmptyBlockError           a collate_fn has left out all of a rank's samples of a batch
     ├── UnknownBatchError         the batch of a forward is not known
     ├── CapturedStepError         a CUDA graph captures the forward of a replica in training
     ├── MixedBatchesError         two batches of different weights in one backward
@@ -126,7 +127,7 @@ _DEFINED_IN = {
         CannotSaveError CheckpointError DamagedCheckpointError FolderInUseError NewerFormatError
         OtherModelError""",
     "training.errors": """
-        BitwiseError CannotShardError CapturedStepError DriftError MixedBatchesError
+        BitwiseError CannotShardError CapturedStepError DriftError EmptyBlockError MixedBatchesError
         MixedSumsError NonFiniteGradError OtherDataError ReplicatedTwiceError ShardedTwiceError
         UnknownBatchError""",
     "unedited.errors": "CannotSaveScriptError LoadingError ShardedCallError UneditedError",

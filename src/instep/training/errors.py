@@ -207,6 +207,21 @@ class UnknownBatchError(TrainingError):
         )
 
 
+class EmptyBlockError(TrainingError):
+    """Nothing is left of this rank's samples of a batch."""
+
+    @classmethod
+    def of_collate(cls, rank: int, samples: int) -> EmptyBlockError:
+        """`samples`: how many of the batch this rank had."""
+        return cls(
+            f"the collate_fn of a loader has left out all of rank {rank}'s samples of a batch "
+            f"({samples}). Each rank loads its own block of every batch, so that a whole block may "
+            "be left out where one process still has samples. Leave these samples out of the data "
+            "set (torch.utils.data.Subset), or keep them in the batch, mask them in the loss, and "
+            "state how many count: instep.weight(count)."
+        )
+
+
 class OtherDataError(TrainingError):
     """The data of a loader are not those with which its position was saved."""
 

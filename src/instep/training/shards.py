@@ -23,6 +23,7 @@ from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
+from instep.training.loaders.collating import BlockCollate
 from instep.training.loaders.generators import broadcast_states
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.same_data import check_same_data
@@ -187,6 +188,9 @@ class ShardedLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         """torch's iterator, over a dataset that draws each sample from its own stream."""
         loading = copy.copy(self)
+        own = self._blocks.empty_block()
+        if own.size > 1:
+            vars(loading)["collate_fn"] = BlockCollate(self.collate_fn, own.rank)
         if threading.current_thread() is not threading.main_thread() and self.generator is None:
             # The seed of workers: from the global generator it would come at any moment.
             seed = derive_seed(self._seed, self._blocks.epoch, "workers")

@@ -51,7 +51,7 @@ class BlockBatchSampler:
         self._batches = batches
         self.seed = seed
         self._seeded = seeded
-        self._empty_block = empty_block
+        self.empty_block = empty_block
         self.epoch = -1  # set by the loader: torch may iterate twice for one epoch
         self.skipped = 0
         """How many samples of the epoch were taken before a checkpoint."""
@@ -68,7 +68,7 @@ class BlockBatchSampler:
         self.last = EpochBatches(
             self._batches if batches is None else batches,
             activate,
-            self._empty_block(),
+            self.empty_block(),
             epoch,
             self.skipped,
         )
