@@ -1,5 +1,6 @@
 """The states of the global generators: what was drawn between two of them is seen."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from instep.distributed.generator_states import hash_states
 from instep.training.random_streams import RNGStates
+from instep.verify.recording.fingerprints import hash_generators
 
 CHANGES: list[Callable[[], object]] = [
     lambda: None,
@@ -70,3 +73,20 @@ def test_a_state_with_a_waiting_number_and_the_same_key_is_another_one() -> None
         assert RNGStates.capture().numpy["has_gauss"] == 1
         np.random.set_state(state)
         assert RNGStates.capture().numpy["has_gauss"] == state["has_gauss"]
+
+
+def test_equal_states_have_equal_hashes_whichever_generators_they_are_of() -> None:
+    with own_generators():
+        for change in (*CHANGES, lambda: np.random.set_bit_generator(np.random.PCG64(3))):
+            before, expected = hash_generators(), states()
+            copied = pickle.loads(pickle.dumps([*vars(RNGStates.capture()).values()]))
+            assert hash_states(copied) == hash_states(vars(RNGStates.capture()).values())
+            change()
+            assert (hash_generators() == before) == (states() == expected)
+
+
+def test_a_waiting_normal_number_is_part_of_the_hash() -> None:
+    with own_generators():
+        before, state = hash_generators(), np.random.get_state(legacy=False)
+        np.random.set_state({**state, "has_gauss": 1, "gauss": 0.5})
+        assert hash_generators() != before

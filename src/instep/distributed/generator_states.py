@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 import threading
@@ -19,8 +18,8 @@ _others: WeakKeyDictionary[Any, dict[int, torch.Generator]] = WeakKeyDictionary(
 """The generators of loaders, which are in step on all ranks, by their numbers. (PyTorch 2.11 has no
 weak references to a generator.)"""
 _numbers = count()
-Changes = dict[str, tuple[bytes, Any]]
-"""The digest of a generator's state before, and its state after, by the generator's name."""
+Changes = dict[str, tuple[str, Any]]
+"""The hash of a generator's state before, and its state after, by the generator's name."""
 
 
 def is_generator(value: object) -> bool:
@@ -58,6 +57,26 @@ def describe_state(generator: Any) -> str | bytes:
     """Its state, as something that is equal where nothing was drawn in between."""
     state = state_of(generator)
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
+
+
+def hash_states(states: Iterable[Any]) -> str:
+    """A hash of states of generators, which is equal on all ranks where the states are."""
+    digest = blake2b(digest_size=16)
+    for state in states:
+        for part in _parts(state):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(state: Any) -> Iterator[bytes]:
+    if isinstance(state, Mapping):  # numpy's, which are different ones of each of its generators
+        for name in sorted(state):
+            yield name.encode()
+            yield from _parts(state[name])
+    elif isinstance(state, torch.Tensor):
+        yield state.numpy().tobytes()
+    else:
+        yield state.tobytes() if hasattr(state, "tobytes") else repr(state).encode()
 
 
 _separate: dict[str, Any] | None = None
@@ -108,7 +127,7 @@ def find_changes(before: Mapping[str, Any]) -> Changes:
     """What has changed since these were the states."""
     changes = {}
     for name, state in get_states().items():
-        if name in before and (old := _digest(before[name])) != _digest(state):
+        if name in before and (old := hash_states([before[name]])) != hash_states([state]):
             changes[name] = old, state
     return changes
 
@@ -119,7 +138,7 @@ def follow(changes: Changes) -> None:
     in_step = {
         name: after
         for name, (before, after) in changes.items()
-        if name in own and _digest(own[name]) == before
+        if name in own and hash_states([own[name]]) == before
     }
     _set_states(in_step)
 
@@ -133,9 +152,3 @@ def _set_states(states: Mapping[str, Any]) -> None:
 def _numpy_random() -> Any:
     """The module, if it is in use: not every process needs it, and its import takes a while."""
     return sys.modules.get("numpy.random")
-
-
-def _digest(state: Any) -> bytes:
-    if isinstance(state, torch.Tensor):
-        state = state.numpy().tobytes()
-    return blake2b(pickle.dumps(state), digest_size=16).digest()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.generator_states import hash_states
 from instep.distributed.identity import torch_devices
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 
@@ -16,7 +16,7 @@ def gather_states() -> list[dict[str, Any]]:
     """The states of all ranks' generators; one entry if they are all equal. Collective."""
     transport = get_transport()
     own = _capture()
-    digests = transport.all_gather_object(blake2b(repr(_bytes(own)).encode()).hexdigest())
+    digests = transport.all_gather_object(hash_states(own.values()))
     return [own] if len(set(digests)) == 1 else transport.all_gather_object(own)
 
 
@@ -29,7 +29,7 @@ def restore_states(states: list[dict[str, Any]]) -> None:
     if len(states) == 1:
         rank = 0
     if rank >= len(states):
-        seed = derive_seed(_bytes(states[0]), rank)
+        seed = derive_seed(hash_states(states[0].values()), rank)
         seed_all(seed)
         if states[0]["device"] is not None and (own := _own_generator()) is not None:
             own.manual_seed(seed)  # seed_all is of the CPU's generators
@@ -50,16 +50,3 @@ def _capture() -> dict[str, Any]:
         **vars(RNGStates.capture()),
         "device": None if own is None else own.get_state(),
     }
-
-
-def _bytes(state: dict[str, Any]) -> tuple[object, ...]:
-    """The states as values whose text is all of them."""
-    numpy = state["numpy"]
-    device = state["device"]
-    return (
-        state["torch"].numpy().tobytes(),
-        numpy["state"]["key"].tobytes(),
-        (numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
-        state["python"],
-        None if device is None else device.numpy().tobytes(),
-    )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from instep.distributed.generator_states import hash_states
 from instep.training.random_streams import default_generators
 from instep.verify.recording.records import Fingerprint
 
@@ -74,10 +73,5 @@ def hash_generators(of_torch: Sequence[Tensor] = ()) -> str:
     Args:
         of_torch: states of torch's generators to use in place of the current ones.
     """
-    digest = blake2b(digest_size=12)
-    for state in of_torch or [generator.get_state() for generator in default_generators()]:
-        digest.update(state.numpy().tobytes())
-    numpy: Any = np.random.get_state(legacy=False)
-    digest.update(numpy["state"]["key"].tobytes())
-    digest.update(repr((numpy["state"]["pos"], random.getstate())).encode())
-    return digest.hexdigest()
+    states = of_torch or [generator.get_state() for generator in default_generators()]
+    return hash_states([*states, np.random.get_state(legacy=False), random.getstate()])
