@@ -1,29 +1,19 @@
-"""How many module calls were sharded, and the line that tells which were not, and why."""
+"""How many module calls were sharded, and how many rows went through them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from instep.distributed.communication.transport import get_transport
-from instep.process import print_line
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-
-FEW_ROWS = WholeReason(
-    "where a batch has fewer rows than there are ranks; other batches are not affected",
-    ReasonKind.OF_ARGUMENTS,
-)
-NO_ROWS = WholeReason("where none of its arguments has rows", ReasonKind.OF_ARGUMENTS)
 
 
 @dataclass
@@ -63,13 +53,6 @@ class CallCounts:
 
 
 call_counts = CallCounts()
-_reported: set[tuple[str, str]] = set()
-
-
-def reset() -> None:
-    """Count from zero, and report anew."""
-    _reported.clear()
-    call_counts.reset()
 
 
 def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
@@ -78,24 +61,3 @@ def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
         return plan.division.count_rows(call.leaves) or 0
     sizes = [max(x.shape[:2]) for x in call.leaves if isinstance(x, Tensor) and x.dim()]
     return max(sizes, default=0)
-
-
-def report_whole(module: nn.Module, why: WholeReason) -> None:
-    """Print one line, once, on rank 0: what is not sharded, and why.
-
-    It is not repeated for other sizes of a batch. That the batch is too small is not repeated for
-    each part of what is computed whole anyway.
-    """
-    name = type(module).__name__
-    kind = (name, re.sub(r"\d+", "", why.text))
-    if kind in _reported or (call_state.whole_depth and why in (FEW_ROWS, NO_ROWS)):
-        return
-    _reported.add(kind)
-    group = ShardGroup.of(get_transport())
-    if group.transport.rank == 0:
-        separator = " " if why.kind is ReasonKind.OF_ARGUMENTS else ": "
-        text = why.text
-        if group.is_virtual and why is FEW_ROWS:
-            text = text.replace("ranks", "shards")
-        line = f"every rank computes {name} whole{separator}{text}."
-        print_line(f"{line} [INS711]")

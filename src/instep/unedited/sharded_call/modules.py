@@ -15,7 +15,6 @@ from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
 from instep.process.torch_private import is_in_forward_ad, peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
-from instep.unedited.sharded_call import counting
 from instep.unedited.sharded_call.counting import call_counts
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.outermost_call import call_outermost, sharding_parts
@@ -31,6 +30,7 @@ from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.whole_report import reset_reported
 
 _IDLE_CALLS = 256
 """After so many whole calls it is looked whether any other call still draws for the whole batch."""
@@ -127,4 +127,5 @@ def reset() -> None:
     plan_cache.clear()
     whole_calls.clear()
     timed_calls.reset()
-    counting.reset()
+    call_counts.reset()
+    reset_reported()

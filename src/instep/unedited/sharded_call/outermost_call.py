@@ -16,13 +16,7 @@ from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
-from instep.unedited.sharded_call.counting import (
-    FEW_ROWS,
-    NO_ROWS,
-    call_counts,
-    count_batch,
-    report_whole,
-)
+from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
@@ -43,6 +37,7 @@ from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.run.whole_state import note_changed_parameters
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.whole_report import FEW_ROWS, NO_ROWS, report_whole
 
 _FIRST_CALLS = 3
 _IN_FIRST_CALL = (
