@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import instep
 from instep.unedited.sharded_call import modules
@@ -170,6 +171,135 @@ def test_what_a_forward_keeps_in_a_closure_is_that_of_the_whole_batch() -> None:
     assert seen == [6] * 4
     if instep.rank == 0:
         assert "computes Appending whole: the variable seen depends on the rows" in log.getvalue()
+
+
+@ranks(2)
+def test_what_a_forward_keeps_in_default_arguments_is_that_of_the_whole_batch() -> None:
+    kept: list[int] = []
+
+    class Counting(Around):
+        def forward(self, x: Tensor, seen: list[int] = kept) -> Tensor:
+            seen.append(len(x))
+            return self.body(x)
+
+    model, x = Counting(), torch.randn(6, 6)
+    with sharding() as log:
+        for _ in range(4):
+            model(x)
+    assert kept == [6] * 4
+    if instep.rank == 0:
+        assert "computes Counting whole: the variable seen depends on the rows" in log.getvalue()
+
+
+class Normalizer:
+    """A network beside the model, as scripts keep one."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.norm = nn.BatchNorm1d(6)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x)
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm.forward(x)
+
+
+def call_first(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+class Calling(Around):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.function(x))
+
+
+PLACES = (
+    "closure",
+    "default argument",
+    "method",
+    "method of a module",
+    "object",
+    "partial",
+    "function in a closure",
+)
+
+
+def through(normalizer: Normalizer, place: str) -> Callable[[Tensor], Tensor]:
+    """A function that calls a network, which it has in this place."""
+    norm = normalizer.norm
+
+    def by_default(x: Tensor, norm: nn.Module = norm) -> Tensor:
+        return norm.forward(x)
+
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "closure": lambda x: norm.forward(x),
+        "default argument": by_default,
+        "method": normalizer.scale,
+        "method of a module": norm.forward,
+        "object": normalizer,
+        "partial": partial(call_first, norm.forward),
+        "function in a closure": lambda x: by_default(x),
+    }
+    return functions[place]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@ranks(2)
+def test_a_network_from_outside_sees_each_batch_once(place: str) -> None:
+    plain, given = Normalizer(), Normalizer()
+    call_plain = through(plain, place)
+    model, x = Calling(through(given, place)), torch.randn(6, 6)
+    for _ in range(3):
+        call_plain(x)
+    with sharding() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert given.calls == plain.calls
+    assert all(map(torch.equal, given.norm.buffers(), plain.norm.buffers()))
+    if instep.rank == 0:
+        assert "every rank computes Calling whole: its forward changes" in log.getvalue()
+
+
+@ranks(2)
+def test_a_network_that_only_its_call_shows_sees_each_batch_once() -> None:
+    norm, plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    class Normalizing(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    model, x = Normalizing(), torch.randn(6, 6)
+    forward = model.forward
+    model.forward = lambda x: forward(norm(x))  # type: ignore[method-assign]
+    for _ in range(3):
+        plain(x)
+    with sharding() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert all(map(torch.equal, norm.buffers(), plain.buffers()))
+    if instep.rank == 0:
+        assert "changes buffers of a BatchNorm1d from outside in place" in log.getvalue()
+
+
+@ranks(2)
+def test_a_network_that_a_forward_makes_and_drops_does_not_keep_it_whole() -> None:
+    class Making(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(nn.BatchNorm1d(6)(x))
+
+    model, x = Making(), torch.randn(6, 6)
+    with sharding() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert "from outside" not in log.getvalue()
 
 
 @ranks(2)

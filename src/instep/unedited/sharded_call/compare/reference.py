@@ -17,7 +17,10 @@ from instep.unedited.sharded_call.compare.rounding import (
     VectorJacobianProducts,
     gradient_errors,
 )
-from instep.unedited.sharded_call.compare.side_effects import observed
+from instep.unedited.sharded_call.compare.side_effects import (
+    observed,
+    watched_outside_calls,
+)
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
@@ -51,10 +54,12 @@ class Reference:
         self.sum_lengths: dict[Place, set[int]] = {}
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
         noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
-        with observed() as effects, noted:
+        outside = nullcontext() if compiles else watched_outside_calls(call.parts)
+        with observed() as effects, noted, outside as calls:
             self._value = call.run_whole()
-        self._side_effect = None if compiles else effects.first
+        self._side_effect = None if calls is None else effects.first
         """What it does that cannot be undone."""
+        self._outside_change = None if calls is None else calls.find_change()
         self.after = Snapshot(call.module, call.leaves)
         found = attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
@@ -114,6 +119,8 @@ class Reference:
             )
         if why := self._side_effect or self.before.find_change(self.after, self.kept):
             return why
+        if self._outside_change:
+            return self._outside_change
         return WholeReason("its forward changes its arguments") if self._changes_arguments else None
 
     def uses_older(self) -> bool:

@@ -1,6 +1,7 @@
 """What a forward does that cannot be undone: it prints, or writes files.
 
-A call that does is not made a second time for a comparison.
+A call that does is not made a second time for a comparison, nor is one that changes the buffers of
+a module from outside.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
 from instep.unedited.errors import ShardedCallError
@@ -106,6 +108,43 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
             yield effects
         finally:
             _current = before
+
+
+class OutsideCalls:
+    """The modules that a forward calls which are no parts of its own module."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._own = {id(part) for part in parts}
+        self._seen: dict[int, tuple[ref[nn.Module], str, list[tuple[Tensor, int]]]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Note a module that is about to be called, and which numbers its buffers have."""
+        if id(module) not in self._own and id(module) not in self._seen:
+            kept = [(x, x._version) for x in module.buffers() if not x.is_inference()]
+            self._seen[id(module)] = ref(module), type(module).__name__, kept
+
+    def find_change(self) -> WholeReason | None:
+        """Say whose buffers were changed; None if nobody's. A module that the forward has made is
+        gone by now, or a part of the other one."""
+        for module, name, kept in self._seen.values():
+            if module() is not None and any(x._version != version for x, version in kept):
+                text = f"its forward changes buffers of a {name} from outside in place"
+                return WholeReason(text, ReasonKind.LASTING)
+        return None
+
+
+@contextmanager
+def watched_outside_calls(parts: Iterable[nn.Module]) -> Iterator[OutsideCalls]:
+    """Inside, the calls of modules that are none of these are noted."""
+    calls, original = OutsideCalls(parts), nn.Module.__call__
+
+    @wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.note(module)
+        return original(module, *args, **kwargs)
+
+    with replaced((nn.Module, "__call__", call)):
+        yield calls
 
 
 def watched_writes(

@@ -224,3 +224,18 @@ def ignore_grad_warnings(parts: Iterable[nn.Module]) -> Iterator[None]:
         return
     with ignored_warnings("The .grad attribute of a Tensor that is not a"):
         yield
+
+
+def default_arguments(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """The values that its arguments have where they are not given, by the arguments' names."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return [*zip(names, values, strict=True), *(function.__kwdefaults__ or {}).items()]
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of global variables and attributes in a function and in those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)

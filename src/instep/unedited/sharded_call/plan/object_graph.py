@@ -1,8 +1,8 @@
 """The object graph of a module: what its forward keeps beside parameters and buffers.
 
 Its nodes are the containers and objects that attributes of the module and its submodules lead to,
-and those that global variables and closures lead to which the methods of the script's own modules
-name. The graph ends at tensors and at objects of torch.
+and those that global variables, closures and default arguments lead to which the methods of the
+script's own modules name. The graph ends at tensors and at objects of torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import sys
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -29,6 +30,7 @@ from instep.distributed.generator_states import describe_state, is_generator
 from instep.process import is_installed, is_stdlib
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN, attributes_of, items_of
+from instep.unedited.sharded_call.plan.module_properties import default_arguments, names_in
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
@@ -85,6 +87,8 @@ class GraphNode:
             return [] if is_empty_cell(value) else [value.cell_contents]
         if isinstance(value, ContextVar):
             return [value.get(None)]
+        if isinstance(value, partial):
+            return [value.func, value.args, value.keywords]
         if isinstance(value, type):
             return {k: v for k, v in vars(value).items() if not k.startswith("__")}
         return attributes_of(value) if _state_of(value) is None else _state_of(value)
@@ -236,6 +240,7 @@ class ObjectGraph:
         elif isinstance(value, _FUNCTIONS):
             if follow:
                 self._follow(value)
+                self._visit_owner(path, getattr(value, "__self__", None))
         elif id(value) not in self.nodes:
             self._waiting.append((path, value))
 
@@ -283,33 +288,55 @@ class ObjectGraph:
         if vars(function):
             name = f"{function.__qualname__}."
             self._look_at_root(id(function), GraphNode(name[:-1], function), name)
+        for name, value in default_arguments(function):
+            if not self._look_beyond(f"variable {name}", value):
+                self._look(f"variable {name}", value)
+                self._visit_root(f"variable {name}", value)
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
-            if not is_empty_cell(cell) and _is_looked_at(cell.cell_contents):
+            if not (
+                is_empty_cell(cell) or self._look_beyond(f"variable {name}", cell.cell_contents)
+            ):
                 self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
-        names = tuple(dict.fromkeys(_names(function.__code__)))
+        names = tuple(dict.fromkeys(names_in(function.__code__)))
         self._look_at_globals(function.__globals__, names, "global variable ")
 
     def _look_at_globals(self, space: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
         held = []
         for name in names:
             value = space.get(name, _ABSENT)
-            if isinstance(value, types.FunctionType):
-                self._follow(value)
-            elif isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType):
                 if prefix.startswith("global") and is_of_script(value):
                     self._look_at_globals(value.__dict__, names, f"{name}.")
             elif isinstance(value, type):
                 if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
                     self._look_at_root(id(value), GraphNode(value.__name__, value))
-            elif isinstance(value, nn.Module):
-                for path, buffer in value.named_buffers():
-                    self._look(join(f"{prefix}{name}", path), buffer)
-            elif value is _ABSENT or _is_looked_at(value):
+            elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
                 held.append(name)
         if held:
             node = GraphNode(prefix + ", ".join(held[:3]), space, tuple(held))
             self._look_at_root((id(space), node.names), node, prefix)
+
+    def _look_beyond(self, path: str, value: Any) -> bool:
+        """Look at what a function or a module leads to; returns whether this is one, or a class."""
+        if isinstance(value, nn.Module):
+            for name, buffer in value.named_buffers():
+                self._look(join(path, name), buffer)
+        elif isinstance(value, _FUNCTIONS):
+            self._look(path, value)
+        return not _is_looked_at(value)
+
+    def _visit_owner(self, path: str, owner: Any) -> None:
+        """Look at the object of which a function is a method."""
+        if isinstance(owner, nn.Module):
+            self._look_beyond(path, owner)
+        elif not isinstance(owner, type) and is_of_script(type(owner)):
+            self._visit_root(path, owner)
+
+    def _visit_root(self, path: str, value: Any) -> None:
+        self._visit(path, value)
+        if id(value) in self.nodes:
+            self.roots.append(id(value))
 
     def _look_at_root(self, key: Hashable, node: GraphNode, prefix: str = "") -> None:
         if key in self.nodes:
@@ -366,11 +393,3 @@ def is_of_script(value: Any) -> bool:
     if file is None:
         return name == "__main__"
     return not (is_installed(str(file)) or is_stdlib(str(file)))
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of global variables and attributes in a function and in those inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
