@@ -5,7 +5,7 @@ objects that a forward changes.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -103,6 +103,7 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a dict whose items are attributes": ModelOutput,
     "a namespace": lambda scores, f: SimpleNamespace(scores=scores, features=f),
     "a dict of its own class": lambda scores, f: Named(scores=scores, features=f),
+    "a named tuple made anew": lambda *both: namedtuple("Given", "scores features")(*both),
     "a tuple of its own class": lambda scores, f: Pair((scores, f)),
     "a dict around a dict": lambda scores, f: Encoding(scores=scores, features=f),
     "a cache": lambda scores, f: DynamicCache(Layer(scores, f)),

@@ -116,6 +116,16 @@ def test_structures_differ_by_keys_classes_and_numbers() -> None:
         assert [structure == other for other in structures].index(True) == k
 
 
+def test_named_tuples_whose_classes_are_alike_have_one_structure() -> None:
+    def make(name: str, fields: str) -> Any:
+        return flatten(namedtuple(name, fields)(X, X))[1]  # type: ignore[misc]
+
+    assert make("Features", "low high") == make("Features", "low high")
+    assert make("Features", "low high") != make("Features", "high low")
+    assert make("Features", "low high") != make("Others", "low high")
+    assert make("Features", "low high") != flatten((X, X))[1]
+
+
 @pytest.mark.parametrize(
     "value", [Own(X), nn.Linear(1, 1), {1, 2}, "abc", torch.float32, torch.Size([2]), range(3)]
 )

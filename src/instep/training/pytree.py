@@ -39,6 +39,7 @@ class Node:
     """A nested value without its leaves. Among the children, a leaf is None."""
 
     type: type
+    """Of a named tuple `tuple`: a forward may make its class anew each time."""
     keys: Any
     """How values of this type with equal children can differ."""
     children: tuple[Node | None, ...]
@@ -172,7 +173,7 @@ def _flatten(
     keys, children, build = parts
     above = (*above, id(value))
     inside = tuple(_flatten(child, leaves, above, is_leaf) for child in children)
-    return Node(type(value), keys, inside, build)
+    return Node(tuple if _is_named_tuple(type(value)) else type(value), keys, inside, build)
 
 
 def _unflatten(leaves: Iterator[Any], structure: Structure) -> Any:
@@ -192,6 +193,8 @@ def _parts(value: Any) -> _Parts | None:
     if cls is dict:
         names = tuple(value)
         return names, list(value.values()), lambda new: dict(zip(names, new, strict=True))
+    if _is_named_tuple(cls):
+        return (cls.__module__, cls.__qualname__, cls._fields), list(value), cls._make
     if _is_cache_class(cls):  # before torch: some versions register them, and change them so
         return None if _has_hidden_state(cls) else _object_parts(value)
     if isinstance(value, Distribution | Transform) and not isinstance(value, nn.Module):
@@ -200,6 +203,11 @@ def _parts(value: Any) -> _Parts | None:
     if not spec.is_leaf():
         return spec, children, lambda new: tree_unflatten(new, spec)
     return _object_parts(value) if _is_container(cls) else None
+
+
+def _is_named_tuple(cls: Any) -> bool:
+    """Whether `collections.namedtuple` or `typing.NamedTuple` has made this class."""
+    return cls.__bases__ == (tuple,) and hasattr(cls, "_fields") and hasattr(cls, "_make")
 
 
 def _is_cache_class(cls: type) -> bool:
