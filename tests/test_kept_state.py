@@ -6,13 +6,16 @@ import contextlib
 import io
 import itertools
 import random
+import sys
 import tempfile
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -300,6 +303,32 @@ def test_a_network_that_a_forward_makes_and_drops_does_not_keep_it_whole() -> No
         for _ in range(3):
             model(x).sum().backward()
     assert "from outside" not in log.getvalue()
+
+
+class Sampling(Around):
+    """Samples as a model of Pyro does, of which no name comes twice in a trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = sys.modules["pyro.poutine.runtime"]._PYRO_STACK[0].trace.nodes
+        if "z" in nodes:
+            raise RuntimeError("Multiple sample sites named 'z'")
+        nodes["z"] = torch.randn(len(x), 6)
+        return self.body(x + nodes["z"])
+
+
+@ranks(2)
+def test_a_forward_that_pyro_records_runs_once() -> None:
+    trace = SimpleNamespace(nodes={})
+    runtime: Any = types.ModuleType("pyro.poutine.runtime")
+    runtime._PYRO_STACK = [SimpleNamespace(trace=trace), SimpleNamespace()]
+    model, x = Sampling(), torch.randn(6, 6)
+    with mock.patch.dict(sys.modules, {runtime.__name__: runtime}), sharding() as log:
+        for _ in range(3):
+            trace.nodes.clear()
+            model(x).sum().backward()
+            assert len(trace.nodes["z"]) == 6
+    if instep.rank == 0:
+        assert "computes Sampling whole: Pyro records what its forward samples" in log.getvalue()
 
 
 @ranks(2)

@@ -19,6 +19,7 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.compare.side_effects import (
     observed,
+    recorded_samples,
     watched_outside_calls,
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
@@ -55,8 +56,11 @@ class Reference:
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
         noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
         outside = nullcontext() if compiles else watched_outside_calls(call.parts)
+        recorded = recorded_samples()
         with observed() as effects, noted, outside as calls:
             self._value = call.run_whole()
+        self._is_recorded = recorded_samples() != recorded
+        """Whether Pyro has recorded what it samples."""
         self._side_effect = None if calls is None else effects.first
         """What it does that cannot be undone."""
         self._outside_change = None if calls is None else calls.find_change()
@@ -102,6 +106,8 @@ class Reference:
 
         `joins_attributes`: whether tensors may be kept in these.
         """
+        if self._is_recorded:
+            return WholeReason("Pyro records what its forward samples")
         if self.kept and (is_compiled(self.call.parts) or not joins_attributes):
             return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]

@@ -133,6 +133,12 @@ class OutsideCalls:
         return None
 
 
+def recorded_samples() -> int:
+    """How many samples and parameters Pyro's running traces have: none is recorded twice."""
+    frames = getattr(sys.modules.get("pyro.poutine.runtime"), "_PYRO_STACK", ())
+    return sum(len(frame.trace.nodes) for frame in frames if hasattr(frame, "trace"))
+
+
 @contextmanager
 def watched_outside_calls(parts: Iterable[nn.Module]) -> Iterator[OutsideCalls]:
     """Inside, the calls of modules that are none of these are noted."""
