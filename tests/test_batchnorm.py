@@ -25,6 +25,7 @@ SHAPES = {
     "2d large": (nn.BatchNorm2d, (11, 4, 5, 4)),
     "2d very large": (nn.BatchNorm2d, (11, 4, 64, 32)),
     "3d": (nn.BatchNorm3d, (11, 4, 2, 3, 2)),
+    "instances": (nn.InstanceNorm2d, (11, 4, 3, 2)),
 }
 
 
@@ -57,6 +58,7 @@ OPTIONS = [
     {"momentum": None},
     {"track_running_stats": False},
     {"momentum": 0.3, "eps": 1e-3},
+    {"affine": True, "track_running_stats": True},
 ]
 
 
@@ -83,8 +85,10 @@ def test_weights_in_half_precision_as_well():
             assert apart < 0.02, (key, apart)
 
 
-def test_ranks_without_rows_take_part():
-    check("2d", torch.float64, {}, sizes=(4,), tolerance=1e-12, rows=2)
+@pytest.mark.parametrize("kind", ["2d", "instances"])
+def test_ranks_without_rows_take_part(kind):
+    options = {"track_running_stats": True}
+    check(kind, torch.float64, options, sizes=(4,), tolerance=1e-12, rows=2)
 
 
 def test_evaluation_uses_the_running_statistics():

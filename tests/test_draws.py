@@ -26,7 +26,7 @@ from instep.training import replicas
 from instep.training.batches import registry
 from instep.training.blocks import Block
 from instep.training.draws.batch_draws import BatchDrawMode
-from pool import run_fresh
+from pool import run, run_fresh
 
 Body = Callable[["Drawing", Tensor], Tensor]
 
@@ -317,6 +317,21 @@ def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
     registry.register(x, Block(0, 2, 16))
     with pytest.warns(InstepWarning, match=r"py:\d+ draws \(8, 8\) in a forward with 8 rows"):
         model(x)
+
+
+def synced(model: Drawing, y: Tensor) -> Tensor:
+    return model.parts[0](y) + torch.randn_like(y)
+
+
+def draw_after_a_synchronized_layer() -> int:
+    model = instep.replicate(Drawing(synced, nn.SyncBatchNorm(8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstepWarning)
+        return len(model(instep.shard(torch.ones(16, 6))))
+
+
+def test_the_rows_of_a_draw_are_known_in_a_model_with_synchronized_batch_normalisation() -> None:
+    assert run(2, draw_after_a_synchronized_layer) == [8, 8]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import batchnorm as torch_batchnorm
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,9 +27,10 @@ from instep.distributed.flight_record.recorder import set_phase
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import TrainingError
-from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.patching import Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
-from instep.training import batchnorm, forward_calls, gradients
+from instep.training import batch_statistics, forward_calls, gradients
+from instep.training.batch_statistics import statistics_of
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
@@ -91,8 +91,6 @@ _copies: set[type] = set()
 """The classes of which a copy that trains was found."""
 copy_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to the float32 copies of parameters in half precision, by these."""
-_statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of which rows batch normalisation takes the statistics, by its parameters and buffers."""
 
 
 def replicate(
@@ -195,7 +193,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         name: tensor
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
-        if tensor not in _statistics_of
+        if tensor not in statistics_of
     }
     for name, tensor in tensors.items():
         if is_lazy(tensor):
@@ -213,7 +211,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     replica_of_part.update(dict.fromkeys(model.modules(), replica))
     broadcast_coalesced(with_copies(tensors.values()))
     for tensor in tensors.values():
-        _statistics_of[tensor] = replica.statistics
+        statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
     if replica.transport.size > 1 and parameters:
         if replica.drift_check is None:
@@ -347,49 +345,11 @@ def _patch_torch() -> None:
     register_module_parameter_registration_hook(_on_registration)
     register_module_module_registration_hook(_on_registration)
     follow_steps()
-    replaced = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
-    sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(
         [
             gradients.PATCH,
-            Patch(sync_batch_norm, "forward", _sync_batch_norm, compile="skip"),
-            *(Patch(nn.functional, *row, compile="skip") for row in replaced.items()),
+            *batch_statistics.PATCHES,
+            *(Patch(nn.functional, *row, compile="skip") for row in REPLACED_FUNCTIONS.items()),
             *functions.PATCHES,
         ]
     )
-
-
-def _batch_norm(
-    original: Function,
-    input: Tensor,  # noqa: A002  (torch's name)
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    rest = (input, running_mean, running_var, weight, bias, training, *args)
-    if training and _statistics(running_mean, weight) == "global":
-        return batchnorm.batch_norm(*rest, **kwargs)
-    output: Tensor = original(*rest, **kwargs)
-    return output
-
-
-def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-    """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
-    plain = BatchNorm.forward if module in replica_of_part else original
-    output: Tensor = plain(module, x)
-    return output
-
-
-def _statistics(*tensors: Tensor | None) -> Scope | None:
-    call = forward_calls.current()
-    if call is not None and call.trial is not None:
-        return "rank"
-    for tensor in tensors:
-        if tensor is not None and tensor in _statistics_of:
-            known: Scope = _statistics_of[tensor]
-            return known
-    return None if call is None else call.statistics

@@ -23,7 +23,6 @@ from instep.distributed.communication.transport import Transport
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.process import settings
 from instep.process.exit_status import group_ranks
-from instep.process.torch_private import InstanceNorm
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.optimizers import (
     after_each_step,
@@ -305,24 +304,13 @@ class DriftCheck:
             return
         self._warned.add(key)
         what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
-        what += _EACH_RANKS_OWN if is_own else self._cause(name)
+        what += _EACH_RANKS_OWN if is_own else ""
         warn_at_script_line(f"{what} Training goes on. [INS703]")
 
     def _warn_of_lengths(self, model: str) -> None:
         if _LENGTHS not in self._warned:
             self._warned.add(_LENGTHS)
             warn_at_script_line(f"{model} {_LENGTHS}")
-
-    def _cause(self, name: str) -> str:
-        """The layer of this buffer, if it averages what this rank's rows give it."""
-        model, path = self._model(), name.removeprefix("buffer ").rpartition(".")[0]
-        layer = None if model is None else dict(model.named_modules()).get(path)
-        if not isinstance(layer, InstanceNorm):
-            return ""
-        return (
-            f" {path or 'The model'} is an {type(layer).__name__} with track_running_stats=True, "
-            "which averages the statistics of each rank's rows."
-        )
 
 
 def name_of(parameter: Tensor) -> str:
