@@ -431,6 +431,19 @@ def test_a_buffer_of_a_replica_is_a_warning():
     training.run(2)
 
 
+@ranks(2)
+def test_a_model_that_was_dropped_in_accumulation_may_live_longer_on_a_rank():
+    with variable("INSTEP_DRIFT_STEPS", "1"):
+        dropped, following = (instep.replicate(nn.Linear(3, 1)) for _ in range(2))
+    with instep.no_sync():
+        dropped(torch.ones(2, 3)).mean().backward()
+    kept = [dropped] * instep.world.rank
+    del dropped
+    for _ in range(2):
+        following(torch.ones(2, 3)).mean().backward()
+    assert len(kept) == instep.world.rank
+
+
 @ranks(3)
 def test_training_without_a_fault_compares_in_silence():
     for options in ({}, {"batch_statistics": "rank"}, {"compression": "bf16"}):

@@ -34,6 +34,8 @@ from instep.training.errors import DriftError
 
 Buffers = Literal["compare", "warn", "rank"]
 """What becomes of buffers that differ; see DriftCheck."""
+_DROPPED = -2
+"""In place of a checksum of shapes: this rank has the model no more."""
 ROUNDING = 256
 """Parameters that differ by no more than this many units in the last place of the largest element
 are those of ranks whose processors or kernels round differently: that is a warning."""
@@ -197,9 +199,14 @@ class DriftCheck:
         return bool(tensor.dim()) and {tensor.shape[0]} == self.rows
 
     def compare(self, requests: int = 0) -> None:
-        """Compare now. Collective. Raises DriftError on every rank."""
+        """Compare now. Collective. Raises DriftError on every rank.
+
+        A model that the script has dropped may be there on some ranks still: when Python finds
+        objects that refer to each other is each rank's own matter.
+        """
         model = self._model()
         if model is None:
+            self._exchange([0, 0, _DROPPED])
             return
         tensors = dict(self._tensors(model))
         sums = bit_sums(each.tensor for each in tensors.values())
@@ -207,13 +214,19 @@ class DriftCheck:
         texts = {name: repr(value) for name, value in sorted(options.items())}
         others = list(tensors), texts, requests
         mine = [combine(sums), crc32(repr(others).encode()), self.drawn_shapes]
-        message = torch.tensor(mine, device="cpu").to(self._transport.control_device)
-        parts = [part.tolist() for part in self._transport.all_gather(message)]
+        parts = self._exchange(mine)
+        if any(part[2] == _DROPPED for part in parts):
+            return
         if any(part[:2] != mine[:2] for part in parts):
             self._raise_difference(tensors, sums.tolist(), texts, requests)
         if len({part[2] for part in parts} - {-1}) > 1:
             self._warn_of_lengths(type(model).__name__)
         self._same_at = self.step
+
+    def _exchange(self, mine: list[int]) -> list[list[int]]:
+        """All ranks' numbers."""
+        message = torch.tensor(mine, device="cpu").to(self._transport.control_device)
+        return [part.tolist() for part in self._transport.all_gather(message)]
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of this parameter, if it is one of the model's."""
