@@ -144,6 +144,8 @@ def is_caching_weights() -> bool:
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 """The base of all batch normalisations."""
+InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
+"""Likewise."""
 
 # --------------------------------------------------------------------------------- devices
 

@@ -3,6 +3,7 @@ functions that compute them."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed import numbers
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import recorder
-from instep.process.patching import Function, Patch
-from instep.process.torch_private import BatchNorm, disable_compile
+from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_private import BatchNorm, InstanceNorm, disable_compile
 from instep.training import batchnorm, forward_calls
 from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import Scope, replica_of_part
@@ -106,5 +107,17 @@ def _scope(*tensors: Tensor | None) -> Scope | None:
 PATCHES = [
     Patch(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm, compile="skip"),
     Patch(nn.functional, "batch_norm", _batch_norm, compile="skip"),
-    Patch(nn.functional, "instance_norm", _instance_norm, compile="skip"),
 ]
+
+
+def find_instance_norm(model: nn.Module) -> None:
+    """Replace the function of instance normalisation if `model` tracks its statistics: compiled
+    models have a graph less without it."""
+    layers = (layer for layer in model.modules() if isinstance(layer, InstanceNorm))
+    if any(layer.track_running_stats for layer in layers):
+        _patch_instance_norm()
+
+
+@functools.cache
+def _patch_instance_norm() -> None:
+    PatchHandle([Patch(nn.functional, "instance_norm", _instance_norm, compile="skip")])
