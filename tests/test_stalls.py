@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -10,8 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ import torch
 
 from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
-from instep.distributed.watchdog.call_stack import main_thread_line
+from instep.distributed.watchdog.call_stack import main_thread_line, thread_frames
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
@@ -478,3 +481,42 @@ def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
         job_socket.request(address, "wake", timeout=0.1)  # the loop may stop before it answers
         thread.join()
         server.close()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="it collects between instructions only")
+def test_no_garbage_is_collected_while_a_threads_frames_are_read():
+    """A finalizer could let that thread leave a frame of which an object is being made: a crash."""
+    during: list[str] = []
+
+    def record(_phase: str, _info: object) -> None:
+        during.extend(frame.name for frame in traceback.extract_stack())
+
+    def read_frames() -> None:
+        for _ in range(20):
+            frames.append(thread_frames(reader))
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        else:
+            arrived.set()
+            read.wait(30)
+
+    frames: list[list[FrameType]] = []
+    arrived, read, threshold = threading.Event(), threading.Event(), gc.get_threshold()
+    reader = threading.Thread(target=deep, args=(50,))
+    reader.start()
+    arrived.wait(30)
+    gc.callbacks.append(record)
+    gc.set_threshold(1)
+    try:
+        read_frames()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(record)
+        read.set()
+        reader.join(30)
+    assert sum(frame.f_code is deep.__code__ for frame in frames[0]) == 51
+    assert "read_frames" in during  # garbage was collected, but not while frames were read
+    assert "walk_stack" not in during
+    assert gc.isenabled()

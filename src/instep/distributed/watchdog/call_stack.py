@@ -5,10 +5,12 @@ The stack is read only when the watcher asks, so that a collective itself costs 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -82,9 +84,10 @@ def main_thread_wait() -> dict[str, object] | None:
     shared memory, where it wakes now and then to look, the sequence number tells one wait from the
     next.
     """
-    frames = list(main_thread_frames())
+    frames = main_thread_frames()
     for frame in frames:
-        found = _wait(frame)
+        with no_garbage_collection():
+            found = _wait(frame)
         if found is not None:
             script = script_frame(frame)
             inner = [f.f_code for f in frames[: frames.index(script)]]
@@ -99,7 +102,8 @@ def main_thread_root() -> int | None:
     """The root of the broadcast or reduce of torch's in which the main thread waits."""
     for frame in main_thread_frames():
         if frame.f_code.co_filename == _TORCH and frame.f_code.co_name in _ROOT_ARGUMENTS:
-            arguments = frame.f_locals
+            with no_garbage_collection():
+                arguments = frame.f_locals
             rank, group_rank = (arguments[key] for key in _ROOT_ARGUMENTS[frame.f_code.co_name])
             return _members(arguments["group"])[group_rank] if rank is None else int(rank)
     return None
@@ -107,7 +111,7 @@ def main_thread_root() -> int | None:
 
 def main_thread_line() -> str:
     """The line of the script, or of a library that it uses, that the main thread runs."""
-    frames = [*main_thread_frames()]
+    frames = main_thread_frames()
     scripts = (
         frame
         for frame in frames
@@ -118,21 +122,43 @@ def main_thread_line() -> str:
 
 def format_main_thread_stack() -> str:
     """The main thread's frames in the script, in the format of a traceback."""
-    lines = format_frames(script_frame(next(main_thread_frames())))
+    frames = main_thread_frames()
+    lines = format_frames(frames[frames.index(script_frame(frames[0])) :])
     return f"Stack (most recent call last):\n{lines}" if lines else ""
 
 
-def format_frames(innermost: FrameType) -> str:
-    """A frame after those that led to it, in the format of a traceback; without instep's own."""
-    stack = traceback.extract_stack(innermost)
+def format_frames(frames: Sequence[FrameType]) -> str:
+    """Frames, of which the innermost is first, in the format of a traceback; without instep's."""
+    stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames))
     entries = [e for e in stack if not e.filename.startswith((PACKAGE_FOLDER, "<frozen"))]
     return "".join(traceback.format_list(entries))
 
 
-def main_thread_frames() -> Iterator[FrameType]:
+def main_thread_frames() -> list[FrameType]:
     """The main thread's frames, the innermost first."""
-    innermost = sys._current_frames()[threading.main_thread().ident or 0]
-    return (frame for frame, _ in traceback.walk_stack(innermost))
+    return thread_frames(threading.main_thread())
+
+
+def thread_frames(thread: threading.Thread) -> list[FrameType]:
+    """A thread's frames, the innermost first; none if it has ended."""
+    with no_garbage_collection():
+        innermost = sys._current_frames().get(thread.ident or 0)
+        return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python 3.11 collects garbage while it makes a frame object. A finalizer may then let the
+    frame's thread run, which leaves the frame, and the object is of freed memory: 'tuple' object
+    has no attribute 'f_lineno', or a crash. Python 3.12 collects between instructions only."""
+    is_enabled = gc.isenabled() and sys.version_info < (3, 12)
+    if is_enabled:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _wait(frame: FrameType) -> dict[str, Any] | None:

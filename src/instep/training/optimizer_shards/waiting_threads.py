@@ -10,6 +10,8 @@ import sys
 import threading
 from types import FrameType
 
+from instep.distributed.watchdog.call_stack import no_garbage_collection
+
 _WAITS = {
     ("threading", "wait"),
     ("threading", "_wait_for_tstate_lock"),
@@ -34,7 +36,8 @@ def do_others_wait() -> bool:
 
     A thread in a function that is not known to wait counts as one that may be.
     """
-    frames = sys._current_frames()  # of one moment: this thread has the interpreter's lock
+    with no_garbage_collection():
+        frames = sys._current_frames()  # of one moment: this thread has the interpreter's lock
     del frames[threading.get_ident()]  # which would hold itself, and all that its callers hold
     return all(map(_is_waiting, frames.values()))
 

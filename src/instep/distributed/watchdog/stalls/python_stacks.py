@@ -11,11 +11,14 @@ import faulthandler
 import fcntl
 import os
 import signal
-import sys
 import threading
 from functools import cache
 
-from instep.distributed.watchdog.call_stack import format_frames, main_thread_frames
+from instep.distributed.watchdog.call_stack import (
+    format_frames,
+    main_thread_frames,
+    thread_frames,
+)
 
 STACK_SIGNAL = signal.SIGRTMIN + 12
 MAX_CHARACTERS = 100_000
@@ -41,7 +44,7 @@ def stack_file() -> int | None:
 def main_thread_fields() -> dict[str, object]:
     """The innermost frame of the main thread, and whether it is at a debugger's prompt, loads data
     or imports a module."""
-    frames = list(main_thread_frames())
+    frames = main_thread_frames()
     files = [frame.f_code.co_filename for frame in frames]
     code = frames[0].f_code
     return {
@@ -55,12 +58,10 @@ def main_thread_fields() -> dict[str, object]:
 def format_stacks() -> str:
     """The stacks of all threads but instep's own, the main thread's first."""
     main = threading.main_thread()
-    frames = sys._current_frames()
     others = [t for t in threading.enumerate() if t is not main and t.name not in _OWN_THREADS]
     texts = []
     for thread in (main, *others):
-        frame = frames.get(thread.ident or 0)
-        if frame is not None:
+        if frames := thread_frames(thread):
             head = f"Thread {thread.name} (most recent call last):\n"
-            texts.append(head + format_frames(frame))
+            texts.append(head + format_frames(frames))
     return "".join(texts)[:MAX_CHARACTERS]
