@@ -16,6 +16,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.errors import TrainingError
 from instep.training.batchnorm import batch_norm
 from instep.training.blocks import Block
+from instep.training.buckets.reducer import reducer_of
 from pool import ranks, run
 
 SHAPES = {
@@ -66,6 +67,24 @@ TRACKED = {"affine": True, "track_running_stats": True}
 @pytest.mark.parametrize("kind", [kind for kind in SHAPES if kind != "instances"])
 def test_the_layer_is_that_of_one_process(kind, options):
     check(kind, torch.float64, options, sizes=(2, 3), tolerance=1e-12)
+
+
+def norm_step_alone(*args):
+    """As in a process that has no other model."""
+    others = list(reducer_of.items())
+    reducer_of.clear()
+    try:
+        return norm_step(*args)
+    finally:
+        for parameter, reducer in others:
+            reducer_of[parameter] = reducer
+
+
+def test_a_layer_without_parameters_that_is_the_only_replica_passes_on_the_gradient_of_the_batch():
+    ((whole, _),) = run(1, norm_step, "1d rows", torch.float64, {"affine": False})
+    parts = run(2, norm_step_alone, "1d rows", torch.float64, {"affine": False})
+    found = torch.cat([kept["dx0"] for kept, _ in parts])
+    torch.testing.assert_close(found, whole["dx0"], rtol=1e-12, atol=1e-10)
 
 
 @pytest.mark.parametrize("options", [TRACKED, {**TRACKED, "momentum": 0.3}], ids=str)

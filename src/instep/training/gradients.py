@@ -189,7 +189,7 @@ def backward(
     nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
-    if nested or not (reducer_of or _unequal_block()):
+    if nested or not (forward_calls.replica_of_part or _unequal_block()):
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
