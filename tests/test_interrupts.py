@@ -195,13 +195,13 @@ def test_a_script_goes_on_after_ctrl_c_of_another_launcher(
     kept = {k: v for k, v in environ.items() if k != "TMPDIR"}  # torchrun leaves its folder there
     process = subprocess.Popen(
         [*launcher, script(launch, **parts)], cwd=launch.folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, env=kept | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        stderr=subprocess.PIPE, env=kept | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
     until(process, "go")
     os.killpg(process.pid, signal.SIGINT)
-    out = process.communicate(timeout=50)[0]
+    out, errors = process.communicate(timeout=50)
     launch.wait_until_gone([])  # the watchers may outlive this launcher
-    assert (process.returncode, said in out) == (code, True), out
+    assert (process.returncode, said in out) == (code, True), out + errors
     assert (launch.folder / "model.pt").exists()
 
 
