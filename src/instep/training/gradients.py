@@ -189,7 +189,7 @@ def backward(
     nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
-    if nested or not (forward_calls.replica_of_part or _unequal_block()):
+    if nested or not (reducer_of or _has_replicas_without_parameters() or _unequal_block()):
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
@@ -225,6 +225,11 @@ def _check_outer_backward(roots: tuple[Tensor, ...]) -> None:
             "are not summed over the ranks; use use_reentrant=False, or replicate the model that "
             "calls the checkpoint."
         )
+
+
+def _has_replicas_without_parameters() -> bool:
+    """Whether there may be some on several ranks; asked where no replica has parameters."""
+    return bool(forward_calls.replica_of_part) and get_transport().size > 1
 
 
 def _unequal_block() -> Block | None:
