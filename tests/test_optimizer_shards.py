@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -465,3 +466,17 @@ def test_a_divided_optimizer_is_freed_with_its_last_reference():
         assert freed() is None
     finally:
         gc.enable()
+
+
+def pickled(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@ranks(2)
+def test_a_copy_of_a_divided_optimizer_says_where_its_state_is(copied):
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters()))
+    assert isinstance(optimizer, optim.Adam)
+    with pytest.raises(CannotShardError, match=r"optimizer\.state_dict\(\), on all ranks, has"):
+        copied(optimizer)

@@ -110,7 +110,7 @@ PATCHES = [
 ]
 
 
-def find_instance_norm(model: nn.Module) -> None:
+def patch_tracked_instance_norm(model: nn.Module) -> None:
     """Replace the function of instance normalisation if `model` tracks its statistics: compiled
     models have a graph less without it."""
     layers = (layer for layer in model.modules() if isinstance(layer, InstanceNorm))

@@ -209,7 +209,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         "Build the same model on every rank.",
     )
     replica_of_part.update(dict.fromkeys(model.modules(), replica))
-    batch_statistics.find_instance_norm(model)
+    batch_statistics.patch_tracked_instance_norm(model)
     broadcast_coalesced(with_copies(tensors.values()))
     for tensor in tensors.values():
         statistics_of[tensor] = replica.statistics

@@ -62,7 +62,7 @@ MAX_ANSWER = 150_000
 MAX_STRANGERS = 64
 """Unidentified connections beside those of ranks that are to come; then the oldest is closed."""
 ENDED_SECONDS_PER_RANK = 20e-6
-"""Between two messages to all about ranks that have ended: the hub sends 50,000 a second."""
+"""Between two messages to all about ranks that have ended: at most 50,000 are sent a second."""
 ANSWER_SECONDS_PER_RANK = 0.5e-3
 """To read an answer takes the hub a part of it."""
 SUSPECT_SECONDS = 0.05

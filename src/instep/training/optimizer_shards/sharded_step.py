@@ -266,6 +266,11 @@ def _divided_class(kind: Any) -> Any:
     methods["step"] = Optimizer.profile_hook_step(methods["step"])
     setattr(methods["step"], _KNOWN_TO_SCHEDULERS, True)
     names = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+
+    def reduce(self: Optimizer, _protocol: int) -> tuple[Any, ...]:
+        return object.__new__, (kind,), self.__getstate__()
+
+    methods["__reduce_ex__"] = reduce  # of a copy, and for pickle, which looks up the class
     return type(kind.__name__, (kind,), methods | names)
 
 

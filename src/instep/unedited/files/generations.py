@@ -1,4 +1,4 @@
-"""Where the layers of one rank are kept: two of them for each generation.
+"""The directories in which the layers of one rank are kept: two layers for each generation.
 
 A generation starts when a command that the script started is known to have ended. From then on
 `before` holds what the files were at that moment, and the rank's own layer is empty. The paths of
