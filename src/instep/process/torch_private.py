@@ -243,10 +243,15 @@ def set_sequence_number(gloo: dist.ProcessGroupGloo) -> None:
 
 
 def allow_repeated_backward() -> None:
-    """Let torch.compile make backward functions that can be called more than once."""
+    """Let torch.compile make backward functions that can be called more than once.
+
+    Its cache on disk has these under a tag: otherwise it would take there one that was compiled
+    without instep, which gives other gradients when it is called again.
+    """
     from torch._functorch import config  # heavy; there by now, as something is compiled
 
     config.donated_buffer = False
+    torch.compiler.config.cache_key_tag += "no donated buffers"
 
 
 # ----------------------------------------------- functions into which torch.compile must not look

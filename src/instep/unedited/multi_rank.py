@@ -26,6 +26,8 @@ from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client, interrupts
 from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, print_line, settings
+from instep.process.import_hooks import after_import
+from instep.process.torch_private import allow_repeated_backward
 from instep.process.tracebacks import format_error
 from instep.training.draws import kernels
 from instep.training.drift import non_finite
@@ -60,8 +62,8 @@ LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
     "every rank computed all of this script: it called no torch.nn.Module with parameters in a way "
-    "that instep sees. (Calls of a class that defines __call__ itself, and those by torch.func, "
-    "are not seen.) [INS712]"
+    "that instep sees. (Calls of a class that defines __call__ itself, those by torch.func, and "
+    "those inside of a function that torch.compile compiles are not seen.) [INS712]"
 )
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
@@ -121,6 +123,7 @@ class MultiRankSession:
         rank_local.register_rank()
         backward.on_first_work(self._begin)
         patch_table.install()
+        after_import("torch._dynamo", lambda _: allow_repeated_backward())  # of calls on trial
         self._streams.install()
         non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook

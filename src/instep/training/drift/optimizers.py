@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.distributed.flight_record.recorder import recorder
+from instep.process.torch_private import disable_compile
 
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
@@ -30,8 +31,8 @@ _Value = bool | int | float | str | None | tuple[Any, ...]
 @functools.cache
 def follow_optimizers() -> None:
     """From now on optimizers that step are known; once, for good."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(disable_compile(_before_step))
+    register_optimizer_step_post_hook(disable_compile(_after_step))
 
 
 def before_each_step(function: Callable[[Optimizer], None] | None) -> None:

@@ -65,10 +65,10 @@ class StepCheck:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_over:
+        if self._is_over or self._is_compiling():
             return
         step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if _is_summed or self._is_compiling():
+        if _is_summed:
             return
         if cmath.isfinite(self._first_sum(optimizer)):
             return

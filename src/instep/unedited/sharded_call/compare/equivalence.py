@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from instep.distributed.numbers import on_any_rank
-from instep.process.torch_private import allow_repeated_backward
 from instep.unedited.sharded_call.compare.call_comparison import (
     NOTHING_RIGHT,
     ONLY_GRADIENTS_DIFFER,
@@ -24,7 +23,6 @@ from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, f
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
@@ -46,8 +44,6 @@ def find_plan(call: BoundCall, group: ShardGroup, *, is_first: bool) -> CallResu
     Side effects are those of one forward. `is_first`: whether there was no call like it before.
     Collective.
     """
-    if is_compiled(call.parts):
-        allow_repeated_backward()
     comparison, why = _begin(call, group)
     if why is None and is_first:
         begins = comparison.reference.begins_to_keep
