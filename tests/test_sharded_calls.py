@@ -992,6 +992,19 @@ def test_evaluation_in_inference_mode_is_sharded() -> None:
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
 
 
+@ranks(2)
+def test_a_parameter_among_the_outputs_does_not_keep_an_evaluation_whole() -> None:
+    class Towers(nn.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
+            return super().forward(input), self.bias
+
+    model, x = Towers(6, 3), torch.randn(8, 6)
+    with sharding() as log, torch.no_grad():
+        assert model(x)[1] is model.bias
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+    assert log.getvalue() == ""
+
+
 @ranks(3)
 def test_one_row_tells_nothing_of_batches_of_many() -> None:
     model, many = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)

@@ -47,6 +47,7 @@ from instep.unedited.sharded_call.run.execution import (
     join_output,
     run_local,
 )
+from instep.unedited.sharded_call.run.mappings import memory_order
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -307,7 +308,7 @@ class CallComparison:
             else:  # a wrong mean may be near the right one
                 matches = is_near(joined, whole)
             if matches:
-                return replace(plan, has_values=had_values)
+                return replace(plan, has_values=had_values, order=memory_order(whole))
         count = len(self.reference.outputs)
         which = f" {k + 1} of {count}" if count > 1 else ""
         shape = f"a tensor of shape {list(whole.shape)}"

@@ -33,7 +33,7 @@ from instep.unedited.sharded_call.run.argument_writes import (
     Written,
     run_whole,
 )
-from instep.unedited.sharded_call.run.random_numbers import noted_shapes
+from instep.unedited.sharded_call.run.random_numbers import WholeDraw, noted_draws
 from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
@@ -91,8 +91,8 @@ class Reference:
         """Whether it drew random numbers."""
         self.draws_outside_torch = self.before.draws_outside_torch(self.after)
         """Whether it drew from numpy's or Python's generators."""
-        self.drawn: dict[Draw, Sequence[int]] = {}
-        """The shapes of what it draws, where they were asked for."""
+        self.drawn: dict[Draw, WholeDraw] = {}
+        """What it draws, where that was asked for."""
         self._products: VectorJacobianProducts | None = None
         self._gradients: Products = []
 
@@ -190,7 +190,7 @@ class Reference:
         """Find the shapes of what it draws."""
         self.before.restore()
         self.drawn = {}
-        with observed(is_silent=True), noted_shapes(self.drawn):
+        with observed(is_silent=True), noted_draws(self.drawn):
             run_whole(self.call)
 
 

@@ -240,6 +240,8 @@ class VectorJacobianProducts:
         for k, out in enumerate(outputs):
             if not (isinstance(out, Tensor) and out.requires_grad):
                 continue
+            if out.is_leaf and not torch.is_grad_enabled():  # a parameter, say: nothing leads to it
+                continue
             if out.dim():
                 drawn = torch.randn(out.shape, generator=generator, device="cpu")
                 of_others[k] = drawn.to(out)

@@ -16,6 +16,9 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
+MemoryOrder = tuple[int, ...]
+"""The dimensions of a tensor as they lie in memory, the outermost first."""
+
 
 @dataclass(frozen=True)
 class OutputPlan:
@@ -32,6 +35,8 @@ class OutputPlan:
     the gradient of that one."""
     has_values: bool = field(default=True, compare=False)
     """Whether it was compared when it was not all zeros."""
+    order: MemoryOrder | None = field(default=None, compare=False)
+    """Of the whole output, if it is a tensor."""
 
 
 class Draw(NamedTuple):
@@ -42,6 +47,15 @@ class Draw(NamedTuple):
     op: str
     dims: int
     """Of the tensor that it draws."""
+
+
+class DrawnRows(NamedTuple):
+    """Of the tensor of a draw."""
+
+    dim: int | None
+    """None where it has no rows."""
+    order: MemoryOrder
+    """Of that for the whole batch: it is filled in this order."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,8 @@ class ShardingPlan:
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
     """Those of its own."""
-    row_dims: Mapping[Draw, int | None] = field(default_factory=dict)
-    """The dimension in which its draws of random numbers have rows, where their shape misleads."""
+    drawn_rows: Mapping[Draw, DrawnRows] = field(default_factory=dict)
+    """Where its draws of random numbers have rows, where their shape misleads."""
     draws_outside_torch: bool = False
     """Whether it draws from numpy's or Python's global generators, the same on all ranks."""
     changes_attributes: bool = False
@@ -82,7 +96,7 @@ class ShardingPlan:
             outputs=later.outputs,
             is_random=self.is_random or later.is_random,
             generators=later.generators or self.generators,
-            row_dims={**self.row_dims, **later.row_dims},
+            drawn_rows={**self.drawn_rows, **later.drawn_rows},
             draws_outside_torch=self.draws_outside_torch or later.draws_outside_torch,
             changes_attributes=self.changes_attributes or later.changes_attributes,
         )

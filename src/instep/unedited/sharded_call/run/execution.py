@@ -185,7 +185,7 @@ def run_planned(
         plan.division,
         group,
         is_random=plan.is_random,
-        row_dims=DrawRowDims(found=plan.row_dims),
+        row_dims=DrawRowDims(found=plan.drawn_rows),
         stored=plan.stored,
         sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
     )
@@ -314,9 +314,10 @@ def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
     if not isinstance(local, Tensor):
         own = list(chain(*parts))
         return type(local)(chain(*group.transport.all_gather_object(own)))
+    order = plan.order if local.shape[dim] == 1 else None  # its strides do not tell
     if dim == 0 and not group.is_virtual and (plan.is_lazy or _is_large(local, region)):
-        return ShardedOutput.of(local, blocks[0], group)
-    return gather_from_region(parts, blocks, dim, group)
+        return ShardedOutput.of(local, blocks[0], group, order)
+    return gather_from_region(parts, blocks, dim, group, order)
 
 
 def _is_large(local: Tensor, region: Region) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from instep.distributed.communication.tensors import apply, as_bytes
 from instep.training.blocks import Block
+from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
@@ -37,12 +38,16 @@ def scatter_to_region(
 
 
 def gather_from_region(
-    parts: Sequence[Tensor], blocks: Sequence[Block], dim: int, group: ShardGroup
+    parts: Sequence[Tensor],
+    blocks: Sequence[Block],
+    dim: int,
+    group: ShardGroup,
+    order: MemoryOrder | None = None,
 ) -> Tensor:
     """The rows of all shards, of which each may have several per sample. Collective."""
     if not any(map(_needs_grad, parts)):
-        return gather_rows(parts, blocks, dim, group)
-    whole: Tensor = apply(_GatherFromRegion, blocks, dim, group, *parts)
+        return gather_rows(parts, blocks, dim, group, order)
+    whole: Tensor = apply(_GatherFromRegion, blocks, dim, group, order, *parts)
     return whole
 
 
@@ -85,9 +90,13 @@ def is_region_input(node: Any) -> bool:
 
 
 def gather_rows(
-    parts: Sequence[Tensor], blocks: Sequence[Block], dim: int, group: ShardGroup
+    parts: Sequence[Tensor],
+    blocks: Sequence[Block],
+    dim: int,
+    group: ShardGroup,
+    order: MemoryOrder | None = None,
 ) -> Tensor:
-    """`gather_from_region` without a derivative."""
+    """`gather_from_region` without a derivative. None: in the order of this rank's first part."""
     first = blocks[0]
     per_sample = parts[0].shape[dim] // first.count
     most = -(-first.total // first.size) * per_sample
@@ -108,17 +117,20 @@ def gather_rows(
     )
     if dim != 0:
         whole = whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-    return _with_order_of(parts[0], whole)
-
-
-def _with_order_of(part: Tensor, whole: Tensor) -> Tensor:
-    """`whole`, with its dimensions in memory in the order of those of a part of its rows."""
-    if part.is_contiguous() or part.layout is not torch.strided:
+    order = order or memory_order(parts[0])
+    if order == (*range(whole.dim()),):
         return whole
-    strides = part.stride()
-    order = sorted(range(part.dim()), key=lambda dim: (-strides[dim], dim))
-    inverse = sorted(range(part.dim()), key=order.__getitem__)
+    inverse = sorted(range(whole.dim()), key=order.__getitem__)
     return whole.permute(order).contiguous().permute(inverse)
+
+
+def memory_order(tensor: Tensor) -> MemoryOrder:
+    """By its strides. They do not tell where a dimension of length 1 lies, such as that of the rows
+    of a rank that has one."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return (*range(tensor.dim()),)
+    strides = tensor.stride()
+    return (*sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)),)
 
 
 def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tensor, ...]:
@@ -151,14 +163,19 @@ class _ScatterToRegion(torch.autograd.Function):
 class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, blocks: Sequence[Block], dim: int, group: ShardGroup, *parts: Tensor
+        ctx: Any,
+        blocks: Sequence[Block],
+        dim: int,
+        group: ShardGroup,
+        order: MemoryOrder | None,
+        *parts: Tensor,
     ) -> Tensor:
         ctx.blocks, ctx.dim, ctx.group = blocks, dim, group
-        return gather_rows(parts, blocks, dim, group)
+        return gather_rows(parts, blocks, dim, group, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *scatter_to_region(grads[0], ctx.blocks, ctx.dim, ctx.group)
+        return None, None, None, None, *scatter_to_region(grads[0], ctx.blocks, ctx.dim, ctx.group)
 
 
 class _ReduceFromRegion(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from instep.training.draws.kernels import intercepted_draws
 from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.plan.sharding_plan import Draw
-from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
+from instep.unedited.sharded_call.plan.sharding_plan import Draw, DrawnRows, MemoryOrder
+from instep.unedited.sharded_call.run.mappings import gather_rows, memory_order, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint
 
@@ -56,29 +57,42 @@ class TorchGeneratorStates:
             generator.set_state(state)
 
 
+class WholeDraw(NamedTuple):
+    """The tensor of a draw for the whole batch."""
+
+    shape: Sequence[int]
+    order: MemoryOrder
+
+
 @dataclass
 class DrawRowDims:
     """The dimensions in which draws have rows, where the part's shape alone misleads: a length
     that is no batch may equal the part's rows, or a multiple of them."""
 
-    whole_shapes: Mapping[Draw, Sequence[int]] = field(default_factory=dict)
+    whole: Mapping[Draw, WholeDraw] = field(default_factory=dict)
     """What the whole forward draws, while a sharded one is compared with it."""
-    found: Mapping[Draw, int | None] = field(default_factory=dict)
-    """None for draws without rows."""
+    found: Mapping[Draw, DrawnRows] = field(default_factory=dict)
 
     def of(self, draw: Draw, shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
         """The dimension of the rows of `block` in this draw of a sharded forward; those of `dims`
         are the likely ones."""
-        whole = self.whole_shapes.get(draw, ())
-        if whole and len(whole) == len(shape):
-            differing = [dim for dim, length in enumerate(shape) if length != whole[dim]]
+        whole = self.whole.get(draw)
+        if whole is not None and whole.shape and len(whole.shape) == len(shape):
+            differing = [dim for dim, length in enumerate(shape) if length != whole.shape[dim]]
             if len(differing) < 2:
-                self.found = {**self.found, draw: differing[0] if differing else None}
+                rows = DrawnRows(differing[0] if differing else None, whole.order)
+                self.found = {**self.found, draw: rows}
         if draw in self.found:
-            dim = self.found[draw]
+            dim = self.found[draw].dim
             if dim is None or shape[dim] % block.count == 0:
                 return dim
         return _likely_row_dim(shape, block, dims)
+
+    def order_of(self, draw: Draw, local: Tensor, dim: int) -> MemoryOrder:
+        """Of the draw for the whole batch, of which `local` is for this rank's rows."""
+        if draw in self.found and local.shape[dim] == 1:
+            return self.found[draw].order
+        return memory_order(local)
 
 
 def _likely_row_dim(shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
@@ -112,11 +126,13 @@ def intercepted_calls(run: Callable[[_RandomCall], Any]) -> AbstractContextManag
     return intercepted_draws(run_draw)
 
 
-def noted_shapes(found: dict[Draw, Sequence[int]]) -> AbstractContextManager[object]:
-    """Inside, `found` gets the shapes of what is drawn."""
+def noted_draws(found: dict[Draw, WholeDraw]) -> AbstractContextManager[object]:
+    """Inside, `found` gets what is drawn."""
 
     def run(call: _RandomCall) -> Any:
-        found[call.draw] = call.shape
+        first = next((each for each in call.args if isinstance(each, Tensor)), None)
+        order = (*range(len(call.shape)),) if first is None else memory_order(first)
+        found[call.draw] = WholeDraw(call.shape, order)
         return call.func(*call.args, **call.kwargs)
 
     return intercepted_calls(run)
@@ -157,18 +173,25 @@ class GlobalBatchDraws:
             whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
             return self._scatter(whole, dim)
         firsts = [call.args[0] if call.args else call.kwargs["self"] for call in calls]
+        make_whole = partial(
+            torch.empty_permuted,
+            self._whole_shape(shape, dim),
+            self._row_dims.order_of(draw, firsts[0], dim),
+            device=firsts[0].device,
+        )
         if name == "bernoulli_":
             p = args[1] if len(args) > 1 else 0.5
             if bernoulli.can_compare(firsts[0], p):
-                return self._bernoulli(dim, firsts, p, **kwargs)
+                return self._bernoulli(make_whole(dtype=torch.int64), dim, firsts, p, **kwargs)
         if draws is Draws.MASK:
-            return self._dropout(func, dim, firsts, *args[1:])
+            empty = make_whole(dtype=firsts[0].dtype)
+            return self._dropout(func, empty, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
         from_end = dim - len(shape)  # as arguments broadcast
         whole = [
             self._gather(firsts, from_end, shape)
             if has_values
-            else self._empty_whole(firsts[0], dim)
+            else make_whole(dtype=firsts[0].dtype)
         ]
         whole += [
             self._gather([c.args[k] for c in calls], from_end, shape) for k in range(1, len(args))
@@ -200,16 +223,26 @@ class GlobalBatchDraws:
         return results
 
     def _dropout(
-        self, func: Any, dim: int, inputs: Sequence[Tensor], p: float, train: bool | None
+        self,
+        func: Any,
+        whole: Tensor,
+        dim: int,
+        inputs: Sequence[Tensor],
+        p: float,
+        train: bool | None,
     ) -> Sequence[tuple[Tensor, Tensor]]:
-        masks = self._scatter(func(self._empty_whole(inputs[0], dim).zero_(), p, train)[1], dim)
+        masks = self._scatter(func(whole.zero_(), p, train)[1], dim)
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
         return [(x * mask * scale, mask) for x, mask in zip(inputs, masks, strict=True)]
 
     def _bernoulli(
-        self, dim: int, outs: Sequence[Tensor], p: float, generator: torch.Generator | None = None
+        self,
+        whole: Tensor,
+        dim: int,
+        outs: Sequence[Tensor],
+        p: float,
+        generator: torch.Generator | None = None,
     ) -> Sequence[Tensor]:
-        whole = self._empty_whole(outs[0], dim, torch.int64)
         parts = self._scatter(bernoulli.draw_bits(whole, generator), dim)
         return [bernoulli.compare(bits, p, out) for bits, out in zip(parts, outs, strict=True)]
 
@@ -227,13 +260,6 @@ class GlobalBatchDraws:
         if first.shape[dim] != shape[from_end]:
             return first
         return gather_rows(args, self._blocks, dim, self._group)
-
-    def _empty_whole(self, local: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty tensor for the whole batch. Draws fill it in memory order, so that is kept."""
-        layout = sorted(range(local.dim()), key=local.stride, reverse=True)
-        shape = self._whole_shape(local.shape, dim)
-        dtype = dtype or local.dtype
-        return torch.empty_permuted(shape, layout, dtype=dtype, device=local.device)
 
     def _scatter(self, whole: Tensor, dim: int) -> Sequence[Tensor]:
         return scatter_to_region(whole, self._blocks, dim, self._group)

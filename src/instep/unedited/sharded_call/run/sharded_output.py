@@ -29,6 +29,7 @@ from instep.process.torch_private import (
 )
 from instep.training.blocks import Block
 from instep.training.pytree import versions
+from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
 from instep.unedited.sharded_call.run.mappings import (
     gather_from_region,
     gather_rows,
@@ -73,6 +74,8 @@ class ShardedOutput(Tensor):
     """(this rank's rows, ...): part of the autograd graph inside of the call."""
     block: Block
     group: ShardGroup
+    order: MemoryOrder | None
+    """Of the full tensor; None: that of the local one."""
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
     fulls: list[tuple[Tensor, list[int]]]
@@ -86,10 +89,12 @@ class ShardedOutput(Tensor):
     """What it has kept: (all rows, ...)."""
 
     @staticmethod
-    def of(local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
+    def of(
+        local: Tensor, block: Block, group: ShardGroup, order: MemoryOrder | None = None
+    ) -> ShardedOutput:
         """The rows of all ranks, to be gathered when an operation needs them."""
         output: ShardedOutput = apply(_Shard, local, block, group)
-        output.local = local
+        output.local, output.order = local, order
         number = output.number
         _alive[number] = weakref.ref(output, lambda _: _alive.pop(number, None))
         return output
@@ -186,7 +191,7 @@ class _Shard(torch.autograd.Function):
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: ShardedOutput) -> Tensor:
-        return gather_rows([output.local], [output.block], 0, output.group)
+        return gather_rows([output.local], [output.block], 0, output.group, output.order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
