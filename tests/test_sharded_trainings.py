@@ -1221,6 +1221,37 @@ def a_parameter_that_comes_in_as_an_argument(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x, scales[0]), y), scales)
 
 
+class Recomputed(torch.autograd.Function):
+    """A layer that computes again in backward, as reversible nets do and some checkpoints."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grads[0])
+        return x.grad, None
+
+
+@whole
+def a_backward_that_begins_another_one(log: Log) -> None:
+    class Own(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Recomputed.apply(self.first(x), self.body)  # type: ignore[no-any-return]
+
+    model = Own()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
 @whole
 def batches_smaller_than_the_ranks(log: Log) -> None:
     model = mlp()

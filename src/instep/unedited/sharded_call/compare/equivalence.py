@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from instep.distributed.numbers import on_any_rank
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.call_comparison import (
     NOTHING_RIGHT,
     ONLY_GRADIENTS_DIFFER,
@@ -140,6 +141,8 @@ def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason |
     why = None
     try:
         reference.compute_gradients()
+    except ShardedCallError as error:
+        why = WholeReason(str(error))
     except RuntimeError as error:  # it has freed the graph of an output
         text = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
         why = WholeReason(text)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from instep.process.patching import ignored_warnings
 from instep.process.torch_private import cpu_has_tf32, fp32_precision, hooks_of, run_backward
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
 FLIPPED_GRADIENT = 1e-2
@@ -290,7 +291,11 @@ class VectorJacobianProducts:
     def _grads(self, outputs: Sequence[Any], cotangents: dict[int, Tensor]) -> list[Tensor | None]:
         keep_graph, create_graph, allow_unused = True, False, True
         # Said where the first work of autograd's thread for a GPU is a product of matrices.
-        with ignored_warnings("Attempting to run cuBLAS"), _without_hooks(self.targets):
+        with (
+            ignored_warnings("Attempting to run cuBLAS"),
+            _without_hooks(self.targets),
+            call_state.comparing_gradients(),
+        ):
             found = run_backward(
                 tuple(outputs[k] for k in cotangents),
                 tuple(cotangents.values()),

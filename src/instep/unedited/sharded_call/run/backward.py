@@ -20,6 +20,7 @@ from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
 from instep.training.pytree import find_tensors
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
@@ -60,6 +61,8 @@ def backward(
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     if current_graph_task_id() != -1:  # nested
+        if call_state.compares_gradients and inputs is None:
+            raise ShardedCallError("its backward begins another one, as in reversible nets")
         note_nested(roots)
         original(tensors, *rest)
         return

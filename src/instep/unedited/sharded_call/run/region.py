@@ -115,6 +115,8 @@ class CallState:
     saves_attributes: bool = False
     """Whether rank 0 alone saves the attributes of modules now and then, for which it must have
     all rows."""
+    compares_gradients: bool = False
+    """Whether the backward under way is one of a comparison, which leaves `.grad` as it is."""
 
     def calling(self) -> AbstractContextManager[None]:
         """Inside, parts run as they are."""
@@ -123,6 +125,10 @@ class CallState:
     def calling_parts(self) -> AbstractContextManager[None]:
         """Inside of a call that runs whole, its parts may be sharded."""
         return replaced((self, "inside", False), (self, "whole_depth", self.whole_depth + 1))
+
+    def comparing_gradients(self) -> AbstractContextManager[None]:
+        """Inside, a backward that begins another one, which adds to `.grad`, is refused."""
+        return replaced((self, "compares_gradients", True))
 
     def checkpointing(self) -> AbstractContextManager[None]:
         """Inside, what runs must save the same tensors when it runs again."""
