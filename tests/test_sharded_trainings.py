@@ -330,23 +330,6 @@ def transformer_with_dropout(log: Log) -> None:
 
 
 @sharded
-def dropout_of_attention_where_ranks_have_one_row(log: Log) -> None:
-    """Of one row no stride tells that the whole batch lies in memory place by place."""
-
-    class Attending(nn.MultiheadAttention):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return F.dropout(super().forward(x, x, x, need_weights=False)[0], 0.3)
-
-    model = Attending(6, 2, batch_first=True)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        x = x.unsqueeze(1).expand(-1, 4, -1).contiguous()
-        return (x + F.dropout(model(x), 0.3)).square().mean()
-
-    train(log, model, step, rows=3)
-
-
-@sharded
 def loss_over_kept_tokens_inside_of_forward(log: Log) -> None:
     class Own(Around):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
