@@ -667,6 +667,24 @@ def gradients_of_several_rows_at_once(log: Log) -> None:
 
 
 @sharded
+def gradients_of_several_losses_by_vmap(log: Log) -> None:
+    model = mlp()
+    parameters = list(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = torch.stack([F.cross_entropy(model(x), y), model(x).square().mean()])
+
+        def take(row: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad([losses], parameters, [row], retain_graph=True)
+
+        for slopes in torch.vmap(take)(torch.eye(2, dtype=x.dtype)):
+            log.loss(slopes.square().sum())
+        return losses.sum()
+
+    train(log, model, step)
+
+
+@sharded
 def gradients_with_every_argument(log: Log) -> None:
     """As WGAN-GP asks for them."""
     model = mlp()

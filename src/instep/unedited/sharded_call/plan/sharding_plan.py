@@ -49,7 +49,7 @@ class Draw(NamedTuple):
     """Of the tensor that it draws."""
 
 
-class DrawnRows(NamedTuple):
+class DrawRows(NamedTuple):
     """Of the tensor of a draw."""
 
     dim: int | None
@@ -70,7 +70,7 @@ class ShardingPlan:
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
     """Those of its own."""
-    drawn_rows: Mapping[Draw, DrawnRows] = field(default_factory=dict)
+    draw_rows: Mapping[Draw, DrawRows] = field(default_factory=dict)
     """Where its draws of random numbers have rows, where their shape misleads."""
     draws_outside_torch: bool = False
     """Whether it draws from numpy's or Python's global generators, the same on all ranks."""
@@ -96,7 +96,7 @@ class ShardingPlan:
             outputs=later.outputs,
             is_random=self.is_random or later.is_random,
             generators=later.generators or self.generators,
-            drawn_rows={**self.drawn_rows, **later.drawn_rows},
+            draw_rows={**self.draw_rows, **later.draw_rows},
             draws_outside_torch=self.draws_outside_torch or later.draws_outside_torch,
             changes_attributes=self.changes_attributes or later.changes_attributes,
         )

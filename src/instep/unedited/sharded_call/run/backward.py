@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
 from instep.process.patching import Function
-from instep.process.torch_private import current_graph_task_id, tree_map_only
+from instep.process.torch_private import (
+    current_graph_task_id,
+    is_transformed,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
@@ -130,6 +137,8 @@ def grad(
     )
     if is_grads_batched and has_regions():  # what crosses the ranks cannot be vectorized
         return _grad_by_rows(take, grad_outputs, retain_graph)
+    if any(map(is_transformed, find_tensors(grad_outputs))) and has_regions() and not create_graph:
+        return _grad_under_vmap(take, grad_outputs)
     return take(grad_outputs, retain_graph, is_grads_batched=is_grads_batched)
 
 
@@ -145,6 +154,47 @@ def _grad_by_rows(
     if isinstance(rows[0], dict):
         return {name: _stack([row[name] for row in rows]) for name in rows[0]}
     return tuple(map(_stack, zip(*rows, strict=True)))
+
+
+class _RowsOfVmap(torch.autograd.Function):
+    """A function of tensors which torch.vmap calls for each of its rows."""
+
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Its outputs have no gradient."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], run: Any, *tensors: Tensor) -> Any:
+        dims = in_dims[1:]
+        rows = [
+            apply(
+                _RowsOfVmap,
+                run,
+                *(
+                    each if dim is None else each.select(dim, k)
+                    for each, dim in zip(tensors, dims, strict=True)
+                ),
+            )
+            for k in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*rows, strict=True))), 0
+
+
+def _grad_under_vmap(take: Callable[[Any, bool], Any], grad_outputs: Any) -> Any:
+    """`take(grad_outputs, True)` of each row of a torch.vmap that is under way."""
+    flat, structure = tree_flatten(grad_outputs)
+    like: list[Any] = []
+
+    def run(*grads: Tensor) -> tuple[Tensor, ...]:
+        like[:] = [take(tree_unflatten([*grads], structure), True)]
+        return tuple(find_tensors(like[0]))
+
+    found = iter(apply(_RowsOfVmap, run, *flat))
+    return tree_map_only(Tensor, lambda _: next(found), like[0])
 
 
 def _stack(rows: Sequence[Tensor | None]) -> Tensor | None:

@@ -185,7 +185,7 @@ def run_planned(
         plan.division,
         group,
         is_random=plan.is_random,
-        row_dims=DrawRowDims(found=plan.drawn_rows),
+        row_dims=DrawRowDims(found=plan.draw_rows),
         stored=plan.stored,
         sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
     )

@@ -24,7 +24,7 @@ from instep.training.draws.kernels import intercepted_draws
 from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.plan.sharding_plan import Draw, DrawnRows, MemoryOrder
+from instep.unedited.sharded_call.plan.sharding_plan import Draw, DrawRows, MemoryOrder
 from instep.unedited.sharded_call.run.mappings import gather_rows, memory_order, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint
@@ -71,7 +71,7 @@ class DrawRowDims:
 
     whole: Mapping[Draw, WholeDraw] = field(default_factory=dict)
     """What the whole forward draws, while a sharded one is compared with it."""
-    found: Mapping[Draw, DrawnRows] = field(default_factory=dict)
+    found: Mapping[Draw, DrawRows] = field(default_factory=dict)
 
     def of(self, draw: Draw, shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
         """The dimension of the rows of `block` in this draw of a sharded forward; those of `dims`
@@ -80,7 +80,7 @@ class DrawRowDims:
         if whole is not None and whole.shape and len(whole.shape) == len(shape):
             differing = [dim for dim, length in enumerate(shape) if length != whole.shape[dim]]
             if len(differing) < 2:
-                rows = DrawnRows(differing[0] if differing else None, whole.order)
+                rows = DrawRows(differing[0] if differing else None, whole.order)
                 self.found = {**self.found, draw: rows}
         if draw in self.found:
             dim = self.found[draw].dim
