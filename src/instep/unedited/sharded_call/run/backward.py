@@ -17,7 +17,9 @@ from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
 from instep.process.patching import Function
 from instep.process.torch_private import (
+    VMAP,
     current_graph_task_id,
+    interpreter_stack,
     is_transformed,
     tree_flatten,
     tree_map_only,
@@ -137,7 +139,7 @@ def grad(
     )
     if is_grads_batched and has_regions():  # what crosses the ranks cannot be vectorized
         return _grad_by_rows(take, grad_outputs, retain_graph)
-    if any(map(is_transformed, find_tensors(grad_outputs))) and has_regions() and not create_graph:
+    if has_regions() and not create_graph and _is_under_vmap(grad_outputs):
         return _grad_under_vmap(take, grad_outputs)
     return take(grad_outputs, retain_graph, is_grads_batched=is_grads_batched)
 
@@ -182,6 +184,13 @@ class _RowsOfVmap(torch.autograd.Function):
             for k in range(info.batch_size)
         ]
         return tuple(map(torch.stack, zip(*rows, strict=True))), 0
+
+
+def _is_under_vmap(grad_outputs: Any) -> bool:
+    """Whether these are rows of a torch.vmap, and no derivative of torch.func is under way."""
+    transforms = interpreter_stack() or ()
+    is_vmap = all(transform.key() == VMAP for transform in transforms)
+    return is_vmap and any(map(is_transformed, find_tensors(grad_outputs)))
 
 
 def _grad_under_vmap(take: Callable[[Any, bool], Any], grad_outputs: Any) -> Any:

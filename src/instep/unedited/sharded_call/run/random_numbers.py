@@ -130,8 +130,9 @@ def noted_draws(found: dict[Draw, WholeDraw]) -> AbstractContextManager[object]:
     """Inside, `found` gets what is drawn."""
 
     def run(call: _RandomCall) -> Any:
-        first = next((each for each in call.args if isinstance(each, Tensor)), None)
-        order = (*range(len(call.shape)),) if first is None else memory_order(first)
+        first = call.args[0] if call.args else call.kwargs.get("self")
+        in_order = (*range(len(call.shape)),)
+        order = memory_order(first) if isinstance(first, Tensor) else in_order
         found[call.draw] = WholeDraw(call.shape, order)
         return call.func(*call.args, **call.kwargs)
 
