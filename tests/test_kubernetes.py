@@ -49,6 +49,14 @@ def in_pod(word, variables):
     )
 
 
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_the_ranks_have_the_options_that_python_had_here(kind):
+    command = [sys.executable, "-O", "-W", "error", "-m", "instep", "k8s", "--kind", kind]
+    words = ["--image", "a", "--tasks-per-node", "2", "c.py"]
+    written = subprocess.check_output([*command, *words], text=True, timeout=20)
+    assert re.search(r"-O\W+-W\W+error\W+-m\W+instep", written)
+
+
 def test_a_pytorch_job_has_a_master_and_the_other_pods_as_workers():
     replicas = MANIFESTS["PyTorchJob"](JOB)["spec"]["pytorchReplicaSpecs"]
     assert {name: replica["replicas"] for name, replica in replicas.items()} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def options(text: str) -> dict[str, str]:
 
 def test_a_script_for_gpus() -> None:
     text = format_script(
-        Batch("py", ("train.py", "--name", "a b"), "train", nodes=2, tasks=4, gpus=True, time="1-0",
+        Batch(("py",), ("train.py", "--name", "a b"), "train", nodes=2, tasks=4, gpus=True, time="1-0",
               extra_options=("partition=gpu",))
     )  # fmt: skip
     assert options(text) == {
@@ -47,10 +48,24 @@ def test_a_script_for_other_accelerators(
 
 
 def test_a_job_that_goes_on_after_its_limit() -> None:
-    text = format_script(Batch("py", ("train.py",), "train", requeue=True))
+    text = format_script(Batch(("py",), ("train.py",), "train", requeue=True))
     assert "if [ $code -eq 143 ] || [ $code -eq 75 ]; then\n    scontrol requeue" in text
     assert "gpus-per-node" not in options(text)
-    assert "signal" not in options(format_script(Batch("py", ("train.py",), "train", signal=0)))
+    assert "signal" not in options(format_script(Batch(("py",), ("train.py",), "train", signal=0)))
+
+
+OPTIONS_OF_PYTHON = ["-O", "-W", "error::UserWarning", "-X", "faulthandler"]
+
+
+def test_the_ranks_have_the_options_that_python_had_here() -> None:
+    command = [sys.executable, *OPTIONS_OF_PYTHON, "-m", "instep", "slurm"]
+    words = ["--tasks-per-node", "2", __file__]
+    written = subprocess.check_output([*command, *words], text=True, timeout=20)
+    line = next(line for line in written.splitlines() if " -m instep " in line)
+    shown = "import sys; print(sys.flags.optimize, sys.warnoptions[-1], *sys._xoptions)"
+    rank = [*shlex.split(line.partition("-m instep")[0]), "-c", shown]
+    told = subprocess.check_output(rank, text=True, timeout=20)
+    assert told.split() == ["1", "error::UserWarning", "faulthandler"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import check_command, parse_count
+from instep.process import python_command
 from instep.process.exit_status import REQUEUE
 
 SLURM = """\
@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     name = command[1] if command[0] == "-m" else Path(command[0]).stem
     text = format_script(
         Batch(
-            sys.executable,
+            tuple(python_command()),
             command,
             name=asked.name or name,
             nodes=asked.nodes,
@@ -138,8 +138,8 @@ ENDED_BY_SIGTERM = 128 + 15
 class Batch:
     """The options of a Slurm job, and its program."""
 
-    python: str
-    """The interpreter, on every node."""
+    python: tuple[str, ...]
+    """The interpreter, on every node, and its options."""
     program: tuple[str, ...]
     """`script.py args…` or `-m module args…`."""
     name: str
@@ -184,7 +184,7 @@ def format_script(batch: Batch) -> str:
     ]
     files = shlex.quote(batch.output)
     output = shlex.quote(f"{batch.output}/%j-%t.out")
-    command = shlex.join([batch.python, "-m", "instep", *batch.program])
+    command = shlex.join([*batch.python, "-m", "instep", *batch.program])
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH --{option}" for option in options),

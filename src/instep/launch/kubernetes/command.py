@@ -11,6 +11,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import parse_count
+from instep.process import python_command
 from instep.launch.kubernetes.manifests import MANIFESTS, KubernetesJob, format_yaml
 
 K8S = """\
@@ -92,6 +93,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         cpus=asked.cpus_per_task,
         memory=asked.memory,
         namespace=asked.namespace,
+        python_options=tuple(python_command()[1:]),
     )
     print(format_yaml(MANIFESTS[asked.kind](job)), end="")
     return 0

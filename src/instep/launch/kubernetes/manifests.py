@@ -36,6 +36,8 @@ class KubernetesJob:
     memory: str | None = None
     """Memory of each pod, as Kubernetes writes it: 64Gi."""
     namespace: str | None = None
+    python_options: tuple[str, ...] = ()
+    """Those of every rank's interpreter: -O, -W error."""
 
 
 def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def mpi_job(job: KubernetesJob) -> dict[str, Any]:
     The operator lists the workers in HOSTFILE there; rank 0 runs on the first. mpirun's own host,
     which Open MPI names to the ranks, has none.
     """
-    words = ["python", "-m", "instep", *_escape(job.program)]
+    words = [*_instep(job), *_escape(job.program)]
     start = (
         f"exec mpirun -n {job.nodes * job.tasks} --allow-run-as-root --bind-to none"
         f" -x MASTER_ADDR=$$(sed 's/[ :].*//;q' {HOSTFILE}) -x MASTER_PORT={PORT}"
@@ -117,7 +119,11 @@ def _command(job: KubernetesJob, rank: str, address: str, port: str) -> list[str
     hosts = ["--nnodes", str(job.nodes)]
     if job.nodes > 1:
         hosts += ["--node-rank", f"$({rank})", "--master", f"$({address}):$({port})"]
-    return ["python", "-m", "instep", "run", *hosts, "-n", str(job.tasks), *_escape(job.program)]
+    return [*_instep(job), "run", *hosts, "-n", str(job.tasks), *_escape(job.program)]
+
+
+def _instep(job: KubernetesJob) -> list[str]:
+    return ["python", *_escape(job.python_options), "-m", "instep"]
 
 
 def _escape(words: Sequence[str]) -> list[str]:
