@@ -2,15 +2,25 @@
 
 import json
 import os
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore
 
+from instep.distributed.shm import rank_connections
 from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.rank_connections import CollectiveCall, connect
-from instep.errors import CollectiveTimeoutError, PeerLeftError
+from instep.errors import (
+    CollectiveTimeoutError,
+    PeerGaveUpError,
+    PeerLeftError,
+    RendezvousError,
+)
+from instep.process.tracebacks import is_caused_by_another_rank
+
+HOSTNAME = re.escape(socket.gethostname())
 
 
 class StrangerFirst:
@@ -24,12 +34,13 @@ class StrangerFirst:
         self._store.set(key, value)
 
     def get(self, key):
-        address, port, token = json.loads(self._store.get(key))
-        wrong = bytes(len(bytes.fromhex(token)))
-        stranger = socket.create_connection((address, port), 30)
+        told = self._store.get(key)
+        listener = json.loads(told)
+        wrong = bytes(len(bytes.fromhex(listener["token"])))
+        stranger = socket.create_connection((listener["address"], listener["port"]), 30)
         stranger.sendall(wrong + (0).to_bytes(4, "big"))
         self.strangers.append(stranger)
-        return json.dumps([address, port, token])
+        return told
 
 
 @pytest.fixture
@@ -68,10 +79,67 @@ def test_a_stranger_is_disconnected_and_delays_nobody(two_ranks):
         stranger.close()
 
 
-def test_who_sends_nothing_is_named(two_ranks):
+def test_who_sends_nothing_is_named(two_ranks, monkeypatch):
+    monkeypatch.setattr(rank_connections, "REASON_SECONDS", 0.0)
     _, (_, from_7) = two_ranks(HashStore())
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 7 did not come to all_reduce"):
+    late = rf"rank 7 on {HOSTNAME} did not come to all_reduce within 0.1 s, or its host cannot"
+    with pytest.raises(CollectiveTimeoutError, match=late) as raised:
         from_7[0].receive(3, call(0.1))
+    assert is_caused_by_another_rank(raised.value)
+
+
+def test_a_rank_whose_connection_is_reset_does_not_count_as_the_first_to_fail(two_ranks):
+    """It did: the socket's error came before that of the collective."""
+    (to_9, _), (_, from_7) = two_ranks(HashStore())
+    to_9[1].send(b"abc", call())
+    from_7[0].close()  # with bytes that nobody has read
+    with pytest.raises(PeerLeftError, match=rf"rank 9 on {HOSTNAME} has ended") as raised:
+        to_9[1].send(bytes(32 << 20), call())
+    assert is_caused_by_another_rank(raised.value)
+
+
+def test_who_gives_up_says_why(two_ranks):
+    (to_9, _), (_, from_7) = two_ranks(HashStore())
+    to_9[1].abort("rank 8 died")
+    with pytest.raises(PeerGaveUpError) as raised:
+        from_7[0].receive(300_000, call())
+    assert re.match(rf"rank 7 on {HOSTNAME} gave up; .* It said: rank 8 died", str(raised.value))
+
+
+def test_a_reason_is_not_taken_for_the_rest_of_a_message(two_ranks):
+    (to_9, _), (_, from_7) = two_ranks(HashStore())
+    long = 32 << 20  # more than the buffers of both hold
+    with pytest.raises(CollectiveTimeoutError):
+        to_9[1].send(bytes(long), call(0.1))
+    to_9[1].abort("x" * 4096)
+    with pytest.raises(PeerLeftError):
+        from_7[0].receive(long, call())
+
+
+def listener_of(rank, port):
+    told = {"rank": rank, "hostname": "there", "address": "127.0.0.1", "port": port}
+    return json.dumps(told | {"token": bytes(16).hex()})
+
+
+def test_a_host_that_refuses_a_connection_is_named_with_its_address(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    store.set("listener/1", listener_of(9, port))
+    why = rf"rank 7 on {HOSTNAME} cannot connect to rank 9 on there at 127.0.0.1 port {port} "
+    with pytest.raises(RendezvousError, match=rf"{why}\(Connection refused\)\. .* any TCP port"):
+        connect(store, 0, [7, 9], [1], [1], 30)
+
+
+def test_a_host_that_does_not_connect_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("listener/1", listener_of(9, silent.getsockname()[1]))
+        absent = rf"rank 9 on there did not connect to rank 7 on {HOSTNAME} at 127.0.0.1 port \d+"
+        with pytest.raises(RendezvousError, match=rf"{absent} within 0.1 s\. .* any TCP port"):
+            connect(store, 0, [7, 9], [1], [1], 0.1)
 
 
 def test_the_copies_of_a_forked_child_do_not_keep_a_connection_open(two_ranks):
@@ -85,7 +153,7 @@ def test_the_copies_of_a_forked_child_do_not_keep_a_connection_open(two_ranks):
     try:
         for connection in (*to_9.values(), *from_9.values()):
             connection.close()
-        with pytest.raises(PeerLeftError, match="rank 7 has ended"):
+        with pytest.raises(PeerLeftError, match=f"rank 7 on {HOSTNAME} has ended"):
             from_7[0].receive(3, call())
     finally:
         os.close(end)

@@ -25,8 +25,8 @@ def options(text: str) -> dict[str, str]:
 
 def test_a_script_for_gpus() -> None:
     text = format_script(
-        Batch(("py",), ("train.py", "--name", "a b"), "train", nodes=2, tasks=4, gpus=True, time="1-0",
-              extra_options=("partition=gpu",))
+        Batch(("py",), ("train.py", "--name", "a b"), "train", nodes=2, tasks=4, gpus=True,
+              time="1-0", extra_options=("partition=gpu",))
     )  # fmt: skip
     assert options(text) == {
         "job-name": "train", "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4",

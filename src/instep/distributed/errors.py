@@ -56,6 +56,15 @@ class RendezvousError(LaunchError):
         )
 
     @classmethod
+    def not_connected(cls, what: str) -> RendezvousError:
+        """The first ranks of two hosts; `what` names them, and the address."""
+        return cls(
+            f"{what}. The first ranks of the hosts exchange small tensors over such a connection. "
+            "Let the hosts connect to each other at any TCP port (a firewall may not), and let "
+            "GLOO_SOCKET_IFNAME name the interface that leads to the other hosts."
+        )
+
+    @classmethod
     def group_destroyed(cls) -> RendezvousError:
         return cls("the ranks have parted: the process group that this belonged to is destroyed.")
 
@@ -185,12 +194,16 @@ class PeerGaveUpError(BrokenGroupError):
 class CollectiveTimeoutError(BrokenGroupError):
     """A rank did not come to a collective in time."""
 
-    def __init__(self, peers: Iterable[str], call: str, seconds: float) -> None:
+    def __init__(
+        self, peers: Iterable[str], call: str, seconds: float, *, is_alive: bool = True
+    ) -> None:
+        """`is_alive`: whether that is known of all ranks."""
         missing = ", ".join(peers)
         late = f"{missing} did not come to {call}" if missing else f"{call} was not over"
+        known = ", though every rank is alive" if is_alive else ", or its host cannot be reached"
         CollectiveError.__init__(
             self,
-            f"{late} within {seconds:g} s, though every rank is alive. "
+            f"{late} within {seconds:g} s{known}. "
             "Find out what the ranks do (`instep where` prints it while they wait), or set "
             "INSTEP_TIMEOUT to more seconds.",
         )

@@ -37,6 +37,7 @@ from instep.distributed.shm.memory.reduction import (
 from instep.distributed.shm.memory.signals import CollectiveSignature, signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
+from instep.distributed.shm.rank_connections import REASON_SECONDS
 from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.process.torch_private import AllreduceOptions, Work, skip_methods
 
@@ -103,7 +104,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         ranks are consecutive. Collective."""
         super().__init__(store, gloo, name)
         self._exchange = exchange
-        self._queue = WorkQueue(exchange.signals.abort, self._leave)
+        self._queue = WorkQueue(self._abort, self._leave)
         group = self._recorded_as
         exchange.signals.describe = lambda: recorder.describe(group)
         host, host_rank = place_of(gloo.rank(), sizes)
@@ -162,6 +163,11 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         self._queue.close()
         super().shutdown()
 
+    def _abort(self, why: str) -> None:
+        self._exchange.signals.abort(why)
+        if self._channel is not None:
+            self._channel.abort(why)
+
     def _leave(self) -> None:
         self._exchange.signals.leave()
         if self._channel is not None:
@@ -183,7 +189,13 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
             lengths = [size * whole.nbytes for size in self._sizes]
             of_all = self._channel.all_gather(of_host, lengths, signature, timeout)
             _reduce_parts(whole, of_all, self.size(), how.reduction)
-        here.broadcast(whole, 0, timeout)
+        here.broadcast(whole, 0, self._until_all_hosts(timeout))
+
+    def _until_all_hosts(self, timeout: timedelta | None) -> timedelta:
+        """How long to wait for this host's first rank: longer than that one waits for the others,
+        so that it says who did not come."""
+        limit = timeout or self._exchange.signals.default_timeout()
+        return limit + timedelta(seconds=2 * REASON_SECONDS)
 
     def _fits_channel(self, values: Tensor, how: _HierarchicalReduce) -> bool:
         """Whether the hosts' sums of `values` may be sent to all hosts."""
@@ -231,7 +243,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         for values, pending in started:
             if pending is not None:
                 pending.wait()
-            here.broadcast(values, 0, timeout)
+            here.broadcast(values, 0, self._until_all_hosts(timeout))
         if is_mean:
             whole.div_(self.size())
 

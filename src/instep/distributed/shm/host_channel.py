@@ -49,8 +49,8 @@ class HostChannel:
 
         J. Bruck et al.: Efficient Algorithms for All-to-All Communications in Multiport
         Message-Passing Systems, 1997. In round k each host sends what it knows to the host 2^k
-        before it; H hosts need ceil(log2(H)) rounds. Raises PeerLeftError, DisagreementError or
-        CollectiveTimeoutError.
+        before it; H hosts need ceil(log2(H)) rounds. Raises PeerLeftError, PeerGaveUpError,
+        DisagreementError or CollectiveTimeoutError.
         """
         self._calls += 1
         seconds = (timeout or self._default_timeout()).total_seconds()
@@ -68,6 +68,14 @@ class HostChannel:
                 message = message[length:]
         begin = -self._host % hosts
         return bytearray().join(known[begin:] + known[:begin])
+
+    def abort(self, why: str) -> None:
+        """Leave for an error: a host that waits for this one gets to know it.
+
+        What the others send is still taken, so that they come to the reason.
+        """
+        for connection in self._to.values():
+            connection.abort(why)
 
     def close(self) -> None:
         """Leave: a host that waits for this one gets an error."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import parse_count
-from instep.process import python_command
 from instep.launch.kubernetes.manifests import MANIFESTS, KubernetesJob, format_yaml
+from instep.process import python_command
 
 K8S = """\
 Print the manifest of a job for Kubernetes, for Kubeflow's operators.
