@@ -29,6 +29,11 @@ print(sorted(siblings.ended()))
 """
 MPICH = "PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID={0} PMI_RANK={0}"
 UNREAPED = f"exec timeout 20 env {MPICH}"
+UNEQUAL = (
+    "TORCHELASTIC_RUN_ID=x RANK=$((1 + {0})) WORLD_SIZE=4 LOCAL_RANK={0} "
+    "LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=3"
+)
+CYCLIC = MPICH.replace("PMI_RANK={0}", "PMI_RANK=$((2 * {0}))").replace("PMI_SIZE=2", "PMI_SIZE=4")
 BARE = "WORLD_SIZE=2 RANK={0}"
 HOROVODRUN = "HOROVOD_SIZE=2 HOROVOD_RANK={0}"
 LIVES = "{} sh -c 'read line <&3'"
@@ -69,6 +74,18 @@ def see(folder, variables, other, *told, seconds=2.0):
 )
 def test_a_rank_whose_process_is_not_there_has_ended(tmp_path, variables, other, seen):
     assert see(tmp_path, variables, other, seconds=0.5 if seen == "[]" else 20) == seen
+
+
+@pytest.mark.parametrize(
+    ("variables", "other", "seen"),
+    [
+        (UNEQUAL, LIVES, "[]"),  # ranks 1 and 2: it was taken for a host of the ranks 2 and 3
+        (UNEQUAL, "true", "[2]"),
+        (CYCLIC, LIVES, "[]"),  # ranks 0 and 2
+    ],
+)
+def test_hosts_of_unequal_size_and_ranks_in_another_order(tmp_path, variables, other, seen):
+    assert see(tmp_path, variables, other, seconds=1.5 if seen == "[]" else 20) == seen
 
 
 def test_ranks_of_another_world_are_not_meant(tmp_path):

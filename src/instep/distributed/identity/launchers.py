@@ -317,7 +317,7 @@ def _ranks_here(world: World, environ: Mapping[str, str]) -> Collection[int]:
         return range(world.size)
     if numbers := environ.get("SLURM_GTIDS"):
         return [int(rank) for rank in numbers.split(",")]
-    first = world.node_rank * world.local_size
+    first = world.rank - world.local_rank  # hosts may have unequal numbers of ranks
     return range(first, first + world.local_size)
 
 

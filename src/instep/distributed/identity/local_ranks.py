@@ -64,8 +64,8 @@ class LocalRanks:
     def _scan(self, parent: int, *, all_started: bool) -> frozenset[int]:
         living = {self._rank(pid) for pid in children(parent) if is_alive(pid)}
         self._seen |= living & self._ranks
-        if _UNKNOWN in living or not living & self._ranks:
-            return frozenset()
+        if not living & self._ranks or living - self._ranks - {_NOT_A_RANK}:
+            return frozenset()  # one that is not known, or the ranks are placed in another order
         missing = self._ranks - living
         return missing if all_started else missing & self._seen
 
