@@ -282,6 +282,31 @@ def test_with_rank_and_world_size_alone_a_death_on_the_other_host_is_named(hosts
     assert "instep: rank 1 of 2 was killed by SIGKILL on h1; rank 0 was stopped" in err + second_err
 
 
+STOPS = """
+import os, signal
+from datetime import timedelta
+import torch, torch.distributed as dist
+import instep
+instep.init()
+group = dist.new_group(timeout=timedelta(seconds=1))
+dist.all_reduce(torch.ones(2), group=group)
+if instep.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(2), group=group)
+"""
+
+
+@pytest.mark.nightly
+def test_a_stopped_rank_that_the_others_wait_for_is_not_said_to_have_been_killed(hosts, tmp_path):
+    """It was: its watcher killed it, since it could not exit with the others."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "stops.py", ranks=1 + host))
+    for code, _, err in ends:
+        assert code == 1, err
+        assert re.search(r"instep: rank [02] of 3 failed \(exit code 1\); ranks .* were stopped", err)
+        assert re.search(r"rank 1 (on h1|\(pid \d+\)) did not come to all_reduce", err)
+
+
 FAILS = """
 import os, signal, sys
 rank = int(os.environ["RANK"])

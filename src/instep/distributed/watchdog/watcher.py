@@ -30,6 +30,9 @@ from instep.process.procfs import close_stderr, exit_code, has_ended, kill, set_
 
 REPLY_SECONDS, EXIT_SECONDS = 0.7, 3.0
 """For the rank to confirm that it exits, and then to have exited; else it is killed."""
+SUPERVISED_SECONDS = 10.0
+"""The same for a rank of `instep run`, which has killed it by then, and would take a rank that
+another process has killed for the culprit."""
 REPORT_SECONDS = 5.0
 """For the hub to say that all other ranks have ended; on a busy host that takes seconds. Then a
 rank's death is reported without."""
@@ -62,11 +65,11 @@ class WatchedProcess:
         crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
         return format_last_words(crash, read_whole(self._seen_file), time.time())
 
-    def await_exit(self, *, replies: bool) -> None:
+    def await_exit(self, seconds: float, *, replies: bool = False) -> None:
         """Kill it unless it exits in time, having confirmed so if it `replies` to messages."""
         if replies:
             self._loop.call_later(REPLY_SECONDS, lambda: None if self._exits else kill(self.pidfd))
-        self._loop.call_later(EXIT_SECONDS, self._kill)
+        self._loop.call_later(seconds, self._kill)
 
     def confirm_exit(self, *, is_writing: bool) -> None:
         """It has confirmed that it exits, once it has finished a file if it `is_writing`."""
@@ -205,7 +208,10 @@ class Watcher:
         code, reason = shell_exit_code(self._failure["code"]), self._failure["headline"]
         self._rank_connection.send("exit", code=code, reason=reason)
         at_end = self._reported or self._finished  # where its threads receive nothing
-        self._process.await_exit(replies=not at_end)
+        if self._supervised:
+            self._process.await_exit(SUPERVISED_SECONDS)
+        else:
+            self._process.await_exit(EXIT_SECONDS, replies=not at_end)
 
     def clean_up(self) -> None:
         """Remove the rank's folders, once it has ended."""
