@@ -303,7 +303,9 @@ def test_a_stopped_rank_that_the_others_wait_for_is_not_said_to_have_been_killed
     ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "stops.py", ranks=1 + host))
     for code, _, err in ends:
         assert code == 1, err
-        assert re.search(r"instep: rank [02] of 3 failed \(exit code 1\); ranks .* were stopped", err)
+        assert re.search(
+            r"instep: rank [02] of 3 failed \(exit code 1\); ranks .* were stopped", err
+        )
         assert re.search(r"rank 1 (on h1|\(pid \d+\)) did not come to all_reduce", err)
 
 

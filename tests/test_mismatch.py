@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from instep.distributed.conditions import advise_on_condition
 from instep.distributed.errors import DisagreementError
+from instep.distributed.watchdog.failure_analysis import format_waits
 from instep.distributed.watchdog.mismatch import EnteredCollectives, are_steps
 
 pytestmark = pytest.mark.slow
@@ -125,7 +127,66 @@ def test_a_condition_that_parts_no_ranks_is_not_named(tmp_path, condition, leave
     assert str(DisagreementError.of_collectives(sides)).endswith("dtypes and roots.")
 
 
-def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(tmp_path) -> None:
+IN_A_FUNCTION = """
+def step(x, number):
+    {inside}
+    loss = cost(model(x))
+    loss.backward()
+    return loss
+def train(loader):
+    for number, x in enumerate(loader):
+        loss = step(x, number)
+        {outside}
+    print(mean.compute())
+train(loader)
+"""
+HAS_PART = "if x.sum() > 0: return"
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "named"),
+    [
+        ("pass", "if loss < 1: break", "`if loss < 1` at {}:10 decides"),
+        (HAS_PART, "pass", "`if x.sum() > 0` at {}:3 decides"),
+        ("if number > 3: return", "if number > 5: break", None),
+    ],
+)
+def test_a_condition_in_a_function_that_calls_or_is_called_is_named(
+    tmp_path, inside, outside, named
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IN_A_FUNCTION.format(inside=inside, outside=outside))
+    advice = advise_on_condition([f"all_reduce at {script}:5", f"all_gather at {script}:11"])
+    assert named.format(script) in advice if named else advice == ""
+
+
+def test_a_condition_in_an_installed_package_is_not_named(tmp_path) -> None:
+    script = tmp_path / "site-packages" / "train.py"
+    script.parent.mkdir()
+    script.write_text(IN_A_FUNCTION.format(inside="pass", outside="if loss < 1: break"))
+    assert advise_on_condition([f"all_reduce at {script}:5"]) == ""
+
+
+def test_a_function_that_no_loop_calls_decides_nothing_again(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def main(x):\n    if x > 3:\n        return\n    share(x)\nmain(read())\n")
+    assert advise_on_condition([f"all_reduce at {script}:4"]) == ""
+
+
+def test_ranks_that_wait_for_each_other_are_told_of_the_condition(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IN_A_FUNCTION.format(inside="pass", outside="if loss < 1: break"))
+    waits = {
+        rank: {"call": "all_reduce", "line": f"{script}:{line}"}
+        for rank, line in enumerate((11, 5))
+    }
+    assert f"`if loss < 1` at {script}:10 decides" in format_waits(waits)
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.nightly)])
+def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(
+    tmp_path, backend
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, instep\n"
@@ -139,6 +200,7 @@ def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(tmp
     )
     finished = subprocess.run(
         [sys.executable, "-m", "instep", "run", "-n", "2", script],
+        env=os.environ | {"INSTEP_BACKEND": backend},
         capture_output=True,
         text=True,
         timeout=100,

@@ -24,6 +24,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from instep.distributed.conditions import note_condition
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
@@ -210,6 +211,7 @@ class WatcherClient:
         if os.getpid() == self._pid:
             is_consequence = is_caused_by_another_rank(error)
             code = 130 if issubclass(error_type, KeyboardInterrupt) else 1
+            note_condition(error)
             report_collectives(error)
             self._report_failure(
                 code, is_consequence=is_consequence, awaited_rank=awaited_rank(error)

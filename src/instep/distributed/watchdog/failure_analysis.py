@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 
+from instep.distributed.conditions import advise_on_condition
 from instep.distributed.watchdog.connection import Message
 from instep.process.exit_status import format_ranks, group_ranks, ranks_of
 
@@ -64,8 +65,11 @@ def find_deadlock(waits: Mapping[int, Message]) -> list[int]:
 
 
 def format_waits(waits: Mapping[int, Message]) -> str:
-    """The call and the line of each waiting rank, one rank per line."""
-    return "\n".join(
+    """The call and the line of each waiting rank, one rank per line; and what may have parted
+    them."""
+    lines = [
         f"  rank {rank} waits in {wait['call']} at {wait['line']}"
         for rank, wait in sorted(waits.items())
-    )
+    ]
+    advice = advise_on_condition(lines).strip()
+    return "\n".join([*lines, *filter(None, [advice])])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+from instep.distributed.conditions import advise_on_condition
 from instep.distributed.flight_record.record_format import read_wait
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
@@ -148,7 +149,8 @@ class ProgressChecks:
         self._awaited_checks = self._awaited_checks + 1 if awaited else 0
         if self._awaited_checks == 2 and self._abort(
             f"rank {self._rank} waits in {wait['call']} at {wait['line']} for "
-            f"{format_ranks(awaited)}, which {'has' if len(awaited) == 1 else 'have'} ended.",
+            f"{format_ranks(awaited)}, which {'has' if len(awaited) == 1 else 'have'} ended."
+            + advise_on_condition([f" at {wait['line']}"]),
             awaited[0],
         ):
             return

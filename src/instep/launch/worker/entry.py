@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from instep.distributed import gloo_threads
+from instep.distributed.conditions import note_condition
 from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch.worker import program
 from instep.launch.worker.control_bytes import BEGUN, FAILED, GO, READY
@@ -127,6 +128,7 @@ class ExitReporter:
         """Report an exception that escaped from the script."""
         client = sys.modules.get("instep.distributed.watchdog.client")  # if the ranks have met
         if client is not None:
+            note_condition(error)
             client.report_collectives(error)
         self._write(error, code, format_traceback(error), raised)
 
