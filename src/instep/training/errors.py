@@ -106,7 +106,8 @@ class DriftError(TrainingError):
             "the ranks would sum gradients of different batches: of those that they took from "
             f"loaders, they have left out different numbers ({shown}). Leave a batch out on all "
             "ranks, or on none: decide by a value that is equal on them, such as "
-            "instep.all_reduce(loss.detach())."
+            'instep.all_reduce(loss.detach(), "mean"). If a rank left it out because it has caught '
+            "an exception, let the others know of that."
         )
 
     @classmethod
