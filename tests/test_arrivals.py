@@ -91,6 +91,22 @@ def test_an_own_address_is_reached_through_the_interface_that_has_it():
             assert interfaces.find_interface(found) == name
 
 
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        (["10.0.0.1", "fe80::1", "fd00::1"], "10.0.0.1"),
+        (["fe80::1", "fd00::1"], "fd00::1"),  # hosts without IPv4 did not start
+        (["fe80::1"], "fe80::1"),
+        ([], "127.0.0.1"),
+    ],
+)
+def test_an_address_of_the_link_alone_is_no_address_for_other_hosts(monkeypatch, found, chosen):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "cable0,cable1")
+    of_hosts = [("lo", "127.0.0.1"), *(("cable0", address) for address in found)]
+    monkeypatch.setattr(interfaces, "addresses", lambda: of_hosts)
+    assert interfaces.address_of_gloo() == chosen
+
+
 def test_nobody_known_is_outside():
     outer = interfaces.find_interface(None)
     assert outer is None if not interfaces.routable_addresses() else outer != "lo"

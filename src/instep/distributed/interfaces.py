@@ -54,7 +54,10 @@ def address_of_gloo() -> str:
     that of the host's name, else that of the loopback interface."""
     if wanted := os.environ.get(IFNAME_VARIABLES[0]):
         first = wanted.split(",")[0]
-        return next((found for name, found in addresses() if name == first), _LOOPBACK_ADDRESS)
+        of_first = [address for name, address in addresses() if name == first]
+        # One of the link alone (fe80::) is the first of IPv6, and means nothing on other hosts.
+        outer = [address for address in of_first if not ip_address(address).is_link_local]
+        return next(iter(outer + of_first), _LOOPBACK_ADDRESS)
     own = {found for _, found in addresses()}
     with suppress(OSError):
         of_name = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
