@@ -210,6 +210,39 @@ def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(
     assert f"`if loss == 0` at {script}:6 decides whether a rank comes there" in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        ("pass", "rank 0 waits in new_group at {}:6 for rank 1, which has ended."),
+        pytest.param(
+            "dist.barrier()",
+            "  rank 0 waits in new_group at {0}:6\n  rank 1 waits in barrier at {0}:4",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_rank_that_makes_no_group_with_the_others_is_named(tmp_path, one, said) -> None:
+    """The others waited for half an hour, and nothing was printed."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import instep, torch.distributed as dist\n"
+        "instep.init()\n"
+        "if instep.rank == 1:\n"
+        f"    {one}\n"
+        "else:\n"
+        "    dist.new_group()\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "--plain", "-n", "2", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert said.format(script) in finished.stderr
+
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist, instep
 dist.init_process_group("gloo") if "its own group" in sys.argv else instep.init()

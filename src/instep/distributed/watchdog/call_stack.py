@@ -40,6 +40,10 @@ _ROOT_ARGUMENTS = {"broadcast": ("src", "group_src"), "reduce": ("dst", "group_d
 _PEER_ARGUMENTS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
 """Functions that wait for one rank, and the arguments that name it."""
 
+_NEW_GROUP = "new_group"
+"""The function of torch.distributed in which the members of a new group meet."""
+_WAITING = _GROUP_OPS | _PEER_ARGUMENTS.keys() | {_NEW_GROUP}
+
 
 class TrackedWork:
     """A Work of torch; a thread that waits for it has this object on its stack."""
@@ -177,9 +181,12 @@ def _wait(frame: FrameType) -> dict[str, Any] | None:
             return None
         return {"call": "exit", "line": end_of_script(), "op": "exit", "members": members}
     name = frame.f_code.co_name
-    if frame.f_code.co_filename != _TORCH or name not in (*_GROUP_OPS, *_PEER_ARGUMENTS):
+    if frame.f_code.co_filename != _TORCH or name not in _WAITING:
         return None
     arguments = frame.f_locals
+    if name == _NEW_GROUP:
+        ranks = arguments["ranks"]
+        return {"op": name, "members": _members(None) if ranks is None else [*ranks]}
     group = arguments["group"]
     if name in _GROUP_OPS:
         return _group_wait(name, group)
