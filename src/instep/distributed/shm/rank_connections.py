@@ -115,7 +115,7 @@ class RankConnection:
         while filled < len(message):
             filled += self._receive_into(message[filled:], call)
             if filled >= len(header) and message[: len(header)] != header:
-                raise self._disagreement(message[:filled], call)
+                raise self._unexpected(message[:filled], call)
         return message[len(header) :]
 
     def abort(self, why: str) -> None:
@@ -142,14 +142,14 @@ class RankConnection:
             lost = self._lost(call)
         raise lost
 
-    def _disagreement(self, received: memoryview, call: CollectiveCall) -> Exception:
+    def _unexpected(self, received: memoryview, call: CollectiveCall) -> Exception:
         """The error for a message that begins with another header than that of the call."""
         number, _, length = _HEADER.unpack_from(received)
         if number != _GAVE_UP:
             sides = {call.describe() or call.signature.text: [self._own]}
             return DisagreementError.of_collectives(sides | {"another one": [self._other.rank]})
-        reason = bytearray(received[_HEADER.size :])
-        while len(reason) < min(length, _LONGEST_REASON):
+        reason, length = bytearray(received[_HEADER.size :]), min(length, _LONGEST_REASON)
+        while len(reason) < length:
             buffer = memoryview(bytearray(length - len(reason)))
             reason += buffer[: self._receive_into(buffer, call)]
         why = reason.decode(errors="replace")
@@ -211,7 +211,7 @@ def _call(me: _RankAddress, other: _RankAddress, own: int, seconds: float) -> so
         connection.sendall(_GREETING.pack(bytes.fromhex(other.token), own))
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
-        why = f"no answer within {seconds:g} s" if is_late else error.strerror
+        why = f"no answer within {seconds:g} s" if is_late else error.strerror or error
         raise RendezvousError.not_connected(
             f"{me} cannot connect to {other} at {other.address} port {other.port} ({why})"
         ) from None

@@ -186,7 +186,7 @@ def _wait(frame: FrameType) -> dict[str, Any] | None:
     arguments = frame.f_locals
     if name == _NEW_GROUP:
         ranks = arguments["ranks"]
-        return {"op": name, "members": _members(None) if ranks is None else [*ranks]}
+        return {"op": name, "members": _members(None) if ranks is None else [*map(int, ranks)]}
     group = arguments["group"]
     if name in _GROUP_OPS:
         return _group_wait(name, group)
