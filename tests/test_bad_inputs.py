@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from bad_inputs import CASES, Case, attempt, attempt_here, prepare
+from instep.errors import LaunchVariablesError
 from instep.launch.worker import static_opt_out
+from instep.unedited import seeds
 from launching import LAUNCHER_VARIABLES
 
 
@@ -53,3 +55,11 @@ def test_functions_that_call_each_other_a_thousand_deep_are_followed(folder: Pat
     reason = static_opt_out.find_opt_out([str(begins)])
     assert reason == "it starts a process group of its own"
     begins.unlink()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTEP_CHECKPOINT", str(folder / "train.py"))
+    with pytest.raises(LaunchVariablesError, match=r"train\.py \(INSTEP_CHECKPOINT\): File exists"):
+        seeds.choose_seed()

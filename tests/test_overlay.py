@@ -25,7 +25,13 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
-from instep.unedited.files import generations, os_functions, overlay, rank0_files
+from instep.unedited.files import (
+    generations,
+    os_functions,
+    overlay,
+    rank0_files,
+    write_access,
+)
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import MISSING, Layer
 from instep.unedited.files.overlay import OverlayFiles
@@ -479,6 +485,22 @@ def test_who_may_not_write_somewhere_may_not_on_any_rank(
         write("locked/file", "w", "one may write into a file that is there")
         assert read("locked/file").endswith("is there")
     os.chmod("locked", 0o755)
+
+
+def test_a_read_only_file_system_is_so_on_any_rank_and_nothing_else_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)
+    read_only = os.statvfs_result((*os.statvfs("/dev/null")[:8], os.ST_RDONLY, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    monkeypatch.setattr(write_access, "_restricted_processes", [os.getpid()])
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), None)):
+        for name in ("new", "c"):
+            with pytest.raises(OSError, match=f"Read-only file system: '{name}'") as denied:
+                write(name, "w", "")
+            write_access.add_notes(denied.value, rank=1)
+            assert not hasattr(denied.value, "__notes__")
 
 
 def test_links_in_a_circle_have_not_been_changed_by_anybody(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from instep.distributed.flight_record.recorder import FlightRecorder
-from instep.distributed.flight_record.timeline_file import TimelineWriter, path_of_node
-from instep.errors import CommandLineError
+from instep.distributed.flight_record.timeline_file import TimelineWriter, create, path_of_node
+from instep.errors import CommandLineError, LaunchVariablesError
 from instep.launch.timeline.events import format_summary, read_events, sum_up
 from instep.launch.timeline.page import format_html
 
@@ -225,6 +225,24 @@ def steps(late, name="", seconds=0.0):
                 yield phase(rank, name, step, seconds * is_late)
             start = step + 0.5 + late * is_late
             yield collective(rank, step, start, step + 1 - start)
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_training(capfd):
+    recorder = FlightRecorder()
+    writer = TimelineWriter(Path("/dev/full"), 1, recorder)
+    recorder.on_phase(0, 1, 2)
+    writer.close(is_alone=True)
+    said = "instep: the timeline of rank 1 ends here: No space left on device\n"
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("nowhere/job.json", "No such file"), ("/dev/full", "No space left")]
+)
+def test_a_timeline_that_cannot_begin_is_an_error_that_names_it(tmp_path, monkeypatch, path, why):
+    monkeypatch.setenv("INSTEP_TIMELINE", str(tmp_path / path))
+    with pytest.raises(LaunchVariablesError, match=rf"{path} \(INSTEP_TIMELINE\): {why}"):
+        create(0, 0)
 
 
 @pytest.mark.parametrize(

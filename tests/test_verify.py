@@ -19,7 +19,14 @@ from torch import nn
 
 import verify_records as made
 from forked import Forked
-from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
+from instep.errors import (
+    CommandLineError,
+    ScriptFailedError,
+    ScriptLateError,
+    StepsError,
+    VerificationError,
+)
+from instep.verify import verification
 from instep.verify.causes import find_cause
 from instep.verify.compare import compare_gradients, compare_losses, compare_runs, distance
 from instep.verify.divergence import FLOAT32, FLOAT64, Divergence, find_divergence
@@ -472,6 +479,14 @@ def test_equal_runs_are_the_same():
     report = make_report(alone(), [MultiRankRuns(made.run(n), made.run(n)) for n in (2, 3)])
     assert report.verdict is Verdict.SAME
     assert report.cause is report.divergence is None
+
+
+def test_the_report_is_printed_also_where_its_file_cannot_be_written(monkeypatch, capsys):
+    report = make_report(alone(), [MultiRankRuns(made.run(2), made.run(2))])
+    monkeypatch.setattr(verification, "verify_script", lambda *_: report)
+    with pytest.raises(CommandLineError, match="No space left on device"):
+        run_and_report(["train.py"], [1, 2], start=None, json="/dev/full")
+    assert capsys.readouterr().out.endswith("SAME\n")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from instep.process import (
     patching,
     settings,
 )
+from instep.process.errors import LaunchVariablesError
 from instep.process.import_hooks import after_import
 from instep.process.patching import Function, patches
 
@@ -57,11 +58,20 @@ def take_from_rank0(relay: Rank0 | None) -> None:
 
 
 def choose_seed() -> int:
-    """The job's seed: INSTEP_SEED, or a new one; that of its checkpoints if there are any."""
+    """The job's seed: INSTEP_SEED, or a new one; that of its checkpoints if there are any.
+
+    Raises LaunchVariablesError if none can be written to their folder.
+    """
     if str(settings.SEED):
         return int(settings.SEED)
     seed = int.from_bytes(os.urandom(4), "little")
-    return _kept_seed(Path(str(settings.CHECKPOINT)), seed) if str(settings.CHECKPOINT) else seed
+    folder = str(settings.CHECKPOINT)
+    if not folder:
+        return seed
+    try:
+        return _kept_seed(Path(folder), seed)
+    except OSError as error:
+        raise LaunchVariablesError.cannot_write(settings.CHECKPOINT.name, folder, error) from None
 
 
 def _kept_seed(folder: Path, seed: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from instep.errors import CommandLineError
 from instep.verify.progress import RunProgress
 from instep.verify.report import format_json, format_table, save_plot
 from instep.verify.runs import (
@@ -74,12 +75,18 @@ def run_and_report(
     json: str | None = None,
     plot: str | None = None,
 ) -> int:
-    """Verify, write the files and print the report. Returns 0 for the same numbers, else 1."""
+    """Verify, print the report and write the files. Returns 0 for the same numbers, else 1.
+
+    Raises CommandLineError if a file cannot be written.
+    """
     with closing(RunProgress(sorted({*sizes} - {1}))) as progress:
         report = verify_script(command, sizes, start, steps, progress)
-    if json is not None:
-        Path(json).write_text(format_json(report), encoding="utf-8")
-    if plot is not None:
-        save_plot(report, plot, " ".join(command))
-    print(format_table(report))
+    print(format_table(report), flush=True)
+    try:
+        if json is not None:
+            Path(json).write_text(format_json(report), encoding="utf-8")
+        if plot is not None:
+            save_plot(report, plot, " ".join(command))
+    except OSError as error:
+        raise CommandLineError(f"cannot write the report to a file: {error.strerror}") from None
     return int(report.verdict is Verdict.DIFFERENT)

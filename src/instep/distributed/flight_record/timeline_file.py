@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from instep.distributed.flight_record.record_format import PHASES, decode_slot
 from instep.distributed.flight_record.recorder import FlightRecorder, recorder
-from instep.process import settings
+from instep.process import print_line, settings
+from instep.process.errors import LaunchVariablesError
 
 T = TypeVar("T")
 _INTERVAL = 10**9
@@ -56,6 +57,7 @@ class TimelineWriter:
         # Not in close(): another thread may be writing then.
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._rank, self._process = rank, os.getpid()
+        self._is_broken = False
         self._slots: deque[bytes] = deque()
         self._phases: deque[tuple[int, int, int]] = deque()
         self._written = 0
@@ -91,7 +93,7 @@ class TimelineWriter:
         self._source.on_left = self._source.on_phase = self._source.on_named = None
         self.flush()
         if is_alone and os.getpid() == self._process:
-            os.write(self._fd, json.dumps({"ph": "M", "name": "end"}).encode() + b"\n]\n")
+            self._write_text(json.dumps({"ph": "M", "name": "end"}) + "\n]\n")
 
     def _add_collective(self, slot: bytes) -> None:
         self._slots.append(slot)
@@ -107,7 +109,17 @@ class TimelineWriter:
     def _write(self, events: list[dict[str, Any]]) -> None:
         lines = [json.dumps({"pid": self._rank, "tid": 0, **event}) + ",\n" for event in events]
         for start in range(0, len(lines), 256):  # a write of whole lines is not torn apart
-            os.write(self._fd, "".join(lines[start : start + 256]).encode())
+            self._write_text("".join(lines[start : start + 256]))
+
+    def _write_text(self, text: str) -> None:
+        """The training goes on where the timeline cannot."""
+        if self._is_broken:
+            return
+        try:
+            os.write(self._fd, text.encode())
+        except OSError as error:
+            self._is_broken = True
+            print_line(f"the timeline of rank {self._rank} ends here: {error.strerror}")
 
 
 _writers: list[TimelineWriter] = []
@@ -117,10 +129,16 @@ _parts: list[TimelineWriter] = []
 
 
 def create(local_rank: int, node: int) -> None:
-    """Empty this host's file, on its first rank; before the ranks have met."""
+    """Empty this host's file, on its first rank; before the ranks have met.
+
+    Raises LaunchVariablesError if it cannot be written.
+    """
     path = str(settings.TIMELINE)
     if path and local_rank == 0:
-        path_of_node(path, node).write_text("[\n")
+        try:
+            path_of_node(path, node).write_text("[\n")
+        except OSError as error:
+            raise LaunchVariablesError.cannot_write(settings.TIMELINE.name, path, error) from None
 
 
 def start(rank: int, node: int) -> None:

@@ -163,7 +163,7 @@ class OverlayFiles(PathResolver):
             made_here = self._rank_layer.find(resolved) == found  # this rank also reads from it
             return found if made_here else os.devnull
         if not os.access(found, os.W_OK):
-            raise path_error(errno.EACCES, path)
+            raise _denied(found, path)
         return (
             self._rank_layer.add_file(resolved) if flags & os.O_TRUNC else self._copy_up(resolved)
         )
@@ -356,7 +356,7 @@ class OverlayFiles(PathResolver):
         if not os.path.isdir(directory):
             raise path_error(errno.ENOTDIR, path)
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise path_error(errno.EACCES, path)
+            raise _denied(directory, path)
 
     def _copy_up(self, resolved: str) -> str:
         """Copy a file into this rank's layer and return its location; private files stay."""
@@ -384,3 +384,8 @@ class OverlayFiles(PathResolver):
                 os.unlink(location)
             self._check_content(resolved, kept)
             copy(kept, location)
+
+
+def _denied(location: str, path: object) -> OSError:
+    is_read_only = os.statvfs(location).f_flag & os.ST_RDONLY
+    return path_error(errno.EROFS if is_read_only else errno.EACCES, path)

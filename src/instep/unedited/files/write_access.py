@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from instep.process import storage
 from instep.process.tracebacks import format_error
-from instep.unedited.files import landlock
+from instep.unedited.files import landlock, overlay
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.paths import private_directories
 
@@ -54,6 +54,8 @@ def add_notes(error: BaseException, rank: int) -> None:
     if not _restricted_processes or not _DENIED.search(format_error(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
+    if frame and frame[0].filename == overlay.__file__:
+        return  # one process would get it, too
     where = f" ({frame[0].filename}:{frame[0].lineno})" if frame else ""
     error.add_note(
         f"instep: rank {rank} may not change the user's files: rank 0 does that once for all "
