@@ -250,6 +250,23 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
     assert "as one process so far, and now it takes RANK for granted" in done.stderr
 
 
+def test_a_variable_that_another_launcher_sets_is_said_to_be_so(monkeypatch):
+    monkeypatch.setattr(launcher_env, "masked", {"RANK": "1"})
+    world = World(rank=1, size=2, local_rank=1, local_size=2, source="instep run")
+    notes = []
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "a word", 3):
+        error = KeyError(name)
+        launcher_env.add_note(error, world)
+        notes.append([note[:44] for note in getattr(error, "__notes__", [])])
+    assert notes == [
+        ["instep: instep run does not set SLURM_PROCID"],
+        ["instep: instep run does not set OMPI_COMM_WO"],
+        [],
+        [],
+        [],
+    ]
+
+
 @pytest.mark.parametrize(
     ("seed", "again"), [(None, True), ("random", True), ("0", False), ("7", False)]
 )

@@ -33,6 +33,16 @@ def restore() -> None:
     masked.clear()
 
 
+def add_note(error: BaseException, world: World) -> None:
+    """Note on a KeyError that only another launcher sets this variable."""
+    name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    if launchers.is_launcher_variable(name) and name not in {**os.environ, **masked}:
+        error.add_note(
+            f"instep: {world.source} does not set {name}. Start the script with the launcher that "
+            "does, or let it read RANK, WORLD_SIZE and LOCAL_RANK."
+        )
+
+
 def unset_threads() -> None:
     """Let processes that the script starts use all cores, unless the user has set their number."""
     if launchers.has_chosen_threads({**os.environ, **masked}):

@@ -141,6 +141,7 @@ class MultiRankSession:
     def add_notes(self, error: BaseException) -> None:
         """Note on an exception of the script what instep knows of its cause."""
         write_access.add_notes(error, self.world.rank)
+        launcher_env.add_note(error, self.world)
 
     def end(self) -> None:
         """Restore everything, except that the ranks stay connected."""
