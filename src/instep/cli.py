@@ -103,11 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
         asked = parser.parse_args(ours)
         code: int = import_module(COMMANDS[name]).run(asked, tuple(theirs))
+        sys.stdout.flush()
         return code
     except (LaunchError, VerificationError) as error:
         return _refuse(error)
     except KeyboardInterrupt:  # while it waited for other hosts
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # `instep check train.py | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _check_first_word(word: str, words: Sequence[str]) -> None:
