@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import textwrap
@@ -71,6 +73,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (85, "INS208"),
         (89, "INS602"),
     ],
+    "means_unused.py": [(23, "INS201")],
     "not_replicated.py": [(13, "INS309")],
     "one_process_four_gpus.py": [
         (23, "INS505"),
@@ -557,3 +560,13 @@ def test_padding_differs_from_epoch_to_epoch_only_where_the_epoch_is_set(call, v
     )
     [found] = [f for f in check_script(Script("a.py", text), RULES.values()) if f.code == "INS205"]
     assert f"the padding {varies}, and" in f"{found}"
+
+
+@pytest.mark.launch
+def test_a_reader_that_has_read_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "instep", "check", "--explain", "INS301"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -24,7 +24,8 @@ OUT_OF_PLACE = {
 def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
     """`hvd.allreduce(x)`, `instep.all_reduce(x)` and `accelerator.reduce(x)` return the
     result and leave `x` alone. As a statement they only cost time: from N = 2 on, `x` is
-    still this rank's own value, and dividing it by N makes it wrong a second time.
+    still this rank's own value, and dividing it by N makes it wrong a second time. A result
+    that is given a name which nothing reads is lost in the same way.
 
     ## Bad
     ```python
@@ -61,6 +62,34 @@ def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
                 "from N = 2 on, every rank goes on with its own number",
                 f"{value} = {text}",
             )
+    read = {name.id for name in info.script.all(ast.Name) if isinstance(name.ctx, ast.Load)}
+    for assignment in info.script.all(ast.Assign):
+        target, call = assignment.targets[0], assignment.value
+        if not isinstance(target, ast.Name) or not isinstance(call, ast.Call) or not call.args:
+            continue
+        if target.id not in read and target.id.strip("_") and _returns_reduced(info, call):
+            value = info.script.source(call.args[0])
+            yield Hit(
+                call,
+                f"{target.id} is never read; {value} keeps this rank's value",
+                "from N = 2 on, what the script goes on with is each rank's own number",
+                f"{target.id}  # where {value} is used",
+            )
+
+
+def _returns_reduced(info: ScriptInfo, call: ast.Call) -> bool:
+    """Whether a call reduces its argument and leaves that as it is: an out-of-place reduction, or a
+    function of this script that reduces a copy and returns it."""
+    if info.script.full_name(call) in OUT_OF_PLACE:
+        return True
+    for function in info.called_functions(call):
+        given = {each.arg for each in function.args.args}
+        returns = any(isinstance(each, ast.Return) and each.value for each in ast.walk(function))
+        for inner in info.script.calls_in(function) if returns else ():
+            is_of_copy = inner.args and info.script.source(inner.args[0]) not in given
+            if info.is_collective(inner) and is_of_copy:
+                return True
+    return False
 
 
 @rule(
