@@ -82,6 +82,15 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (31, "INS105"),
         (35, "INS606"),
     ],
+    "own_rows.py": [
+        (23, "INS210"),
+        (24, "INS210"),
+        (26, "INS210"),
+        (27, "INS210"),
+        (34, "INS210"),
+        (37, "INS101"),
+        (44, "INS101"),
+    ],
     "plain.py": [],
     "rank_modulo_devices.py": [],
     "slurm_node_list.py": [
@@ -107,6 +116,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (19, "INS308"),
         (23, "INS308"),
         (44, "INS210"),
+        (45, "INS210"),
         (45, "INS407"),
         (46, "INS407"),
         (47, "INS407"),

@@ -44,6 +44,11 @@ class Guard:
             return test.replace("!=", "==", 1)
         return f"not {test}" if isinstance(self.test, ast.Name) else f"not ({test})"
 
+    @property
+    def is_scope(self) -> bool:
+        """Whether it is `single_process_scope`, inside of which there is a world of one."""
+        return "single_process_scope" in ast.unparse(self.test)
+
 
 class RankGuards:
     """Finds the conditions on the rank under which a place in the script is reached."""

@@ -41,9 +41,16 @@ _HOROVOD = {
     "reducescatter",
 }  # fmt: skip
 _INSTEP = {
-    "all_reduce", "reduce", "broadcast", "all_gather", "barrier", "all_gather_object",
-    "broadcast_object",
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
+    "all_to_all", "barrier", "all_gather_object", "broadcast_object", "gather_object",
+    "gather_rows",
 }  # fmt: skip
+_WAITING_METHODS = {
+    "instep.Mean": {"compute"},
+    "instep.Accuracy": {"compute"},
+    "instep.Checkpoint": {"step", "save", "resume", "epochs"},
+}
+"""Methods of instep's objects that every rank must call."""
 _ACCELERATE = {"gather", "gather_for_metrics", "reduce", "wait_for_everyone"}
 COLLECTIVES = (
     {f"torch.distributed.{name}" for name in _TORCH}
@@ -238,11 +245,14 @@ class ScriptInfo:
         if self.script.full_name(call) in COLLECTIVES:
             return True
         function = call.func
-        return (
-            isinstance(function, ast.Attribute)
-            and function.attr in _ACCELERATE
-            and self.is_accelerator(function.value)
-        )
+        if not isinstance(function, ast.Attribute):
+            return False
+        if function.attr in _ACCELERATE and self.is_accelerator(function.value):
+            return True
+        if "instep" not in self.script.imported_roots:
+            return False
+        made = map(self.script.full_name, self.origins.calls(function.value))
+        return any(function.attr in _WAITING_METHODS.get(name, ()) for name in made)
 
     def is_accelerator(self, node: ast.expr) -> bool:
         """Whether a value is an `accelerate.Accelerator`."""

@@ -58,6 +58,8 @@ def _collective_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
         inner = _find_collective(info, call) if guards else None
         if inner is None or _has_counterpart(info, call, guards[0]):
             continue
+        if guards[0].is_scope and not info.script.full_name(inner).startswith("torch."):
+            continue
         if keyword(inner, "group") is not None or keyword(inner, "process_set") is not None:
             continue
         name = info.script.source(call.func)

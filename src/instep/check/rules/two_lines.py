@@ -10,6 +10,18 @@ from instep.check.rules import counting
 from instep.check.script_info import ScriptInfo
 
 _DEPTH = 4
+_COMBINING = {
+    "numpy.array", "numpy.concatenate", "numpy.hstack", "numpy.mean", "numpy.vstack",
+    "statistics.fmean", "statistics.mean", "torch.cat", "torch.stack", "torch.tensor",
+}  # fmt: skip
+"""Functions of a list that a loop has filled; `sum` and those of sklearn.metrics, too."""
+_AVERAGES = {"avg", "average", "global_avg"}
+"""Attributes of the meters that scripts define."""
+_MEND = (
+    "mean = instep.Mean()  # or instep.Accuracy()\n"
+    "mean.update(value, len(x))  # in the loop\n"
+    "mean.compute()"
+)
 
 
 @rule("INS210", Severity.WARNING, "A metric is that of one rank's rows of instep.shard(loader).")
@@ -17,7 +29,8 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     """`instep.shard(loader)` hands this rank its block of every batch. What a script adds up
     itself, and divides by a count that it adds up too, is the metric of this rank's rows: it
     differs by rank and from that of one process, and so does what is decided by it (the best
-    checkpoint, the end of training). `instep.Mean` and `instep.Accuracy` count on all ranks.
+    checkpoint, the end of training). So is what it keeps in a list or in a meter of its own, and
+    what one rank alone reads of the loader. `instep.Mean` and `instep.Accuracy` count on all ranks.
 
     ## Bad
     ```python
@@ -44,22 +57,100 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     print(accuracy.compute())
     ```
     """
+    happens = "from N = 2 on, the result differs by rank, and from that of one process"
     for numerator, denominator, place in counting.divisions(info):
-        name, count = counting.count_name(numerator), counting.count_name(denominator)
+        name, count = counting.count_name(numerator), _own_count(info, denominator, place)
         if name is None or count is None or name == count:
             continue
         if counting.is_reduced_nearby(info, place):
             continue
-        loops = [[*counting.sharded_loaders_of(info, place, each)] for each in (name, count)]
-        if all(loops):
+        if any(counting.sharded_loaders_of(info, place, name)):
+            yield Hit(place, f"{name} and {count} count this rank's rows", happens, _MEND)
+    seen: set[object] = set()
+    for name, place in _uses_of_kept_values(info):
+        known = {(info.script.function_of(place), name), info.script.statement_of(place)}
+        if not known & seen:
+            yield Hit(place, f"{name} holds values of this rank's rows", happens, _MEND)
+        seen |= known
+    for loop in info.script.all(ast.For):
+        if counting.sharded_loader(info, loop.iter) is None:
+            continue
+        guard = info.guards.effective_guard(loop)
+        if guard is not None and not guard.is_scope:
+            source = info.script.source(loop.iter)
             yield Hit(
-                place,
-                f"{name} and {count} count this rank's rows",
-                "from N = 2 on, the result differs by rank, and from that of one process",
-                "mean = instep.Mean()  # or instep.Accuracy()\n"
-                "mean.update(value, len(x))  # in the loop\n"
-                "mean.compute()",
+                loop,
+                f"{source} is read only where {guard.condition}, and has this rank's rows",
+                "from N = 2 on, no rank sees the other rows",
+                f"for … in {source}:  # on every rank; print on one",
             )
+
+
+def _own_count(info: ScriptInfo, denominator: ast.expr, place: ast.AST) -> str | None:
+    """What is divided by, if it counts this rank's rows or the batches of instep.shard(…)."""
+    name = counting.count_name(denominator)
+    if name is not None and any(counting.sharded_loaders_of(info, place, name)):
+        return name
+    is_length = isinstance(denominator, ast.Call) and info.script.call_name(denominator) == "len"
+    if is_length and denominator.args and counting.sharded_loader(info, denominator.args[0]):
+        return info.script.source(denominator)
+    return None
+
+
+def _uses_of_kept_values(info: ScriptInfo) -> Iterator[tuple[str, ast.expr]]:
+    """What a loop over instep.shard(…) keeps in a list or in a meter of the script's own, and where
+    that is combined after the loop."""
+    for call in info.script.calls_named("append", "extend", "update"):
+        owner = info.script.owner(call)
+        name = info.script.dotted_name(owner)
+        loops = [
+            loop
+            for loop in info.script.parent_loops(call)
+            if isinstance(loop, ast.For) and counting.sharded_loader(info, loop.iter) is not None
+        ]
+        if not loops or not name or not call.args or counting.is_reduced_nearby(info, call):
+            continue
+        if not _depends_on_rows(info, loops[0], call.args[0], _DEPTH):
+            continue
+        made = [info.script.full_name(each) for each in info.origins.calls(owner)]
+        if any(each.startswith(("instep.", "torchmetrics.")) for each in made):
+            continue
+        for use in _uses(info, name, is_meter=info.script.call_name(call) == "update"):
+            if info.script.are_in_one_function(use, call) and not info.script.is_inside(
+                use, loops[0]
+            ):
+                yield name, use
+
+
+def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:
+    """`numpy.mean(name)` and the like; for a meter `name.avg`."""
+    if is_meter:
+        for read in info.script.all(ast.Attribute):
+            if read.attr in _AVERAGES and info.script.dotted_name(read.value) == name:
+                yield read
+        return
+    for call in info.script.all(ast.Call):
+        full = info.script.full_name(call)
+        is_sum = isinstance(call.func, ast.Name) and call.func.id == "sum"
+        combines = is_sum or full in _COMBINING or full.startswith("sklearn.metrics.")
+        if combines and any(info.script.dotted_name(given) == name for given in call.args):
+            yield call
+
+
+def _depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
+    """Whether a value is computed from what the loop runs over."""
+    rows = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+    for name in ast.walk(node) if depth else ():
+        if not isinstance(name, ast.Name):
+            continue
+        if name.id in rows:
+            return True
+        for bound in info.origins.bindings(name):
+            if info.script.is_inside(bound.statement, loop) and _depends_on_rows(
+                info, loop, bound.value, depth - 1
+            ):
+                return True
+    return False
 
 
 @rule("INS309", Severity.ERROR, "A model is trained on instep.shard's rows, without replicate.")
