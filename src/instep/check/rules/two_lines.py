@@ -1,4 +1,4 @@
-"""INS210, INS309, INS407: scripts with instep.replicate and instep.shard."""
+"""INS106, INS210, INS309, INS407: scripts with instep.replicate and instep.shard."""
 
 from __future__ import annotations
 
@@ -22,6 +22,74 @@ _MEND = (
     "mean.update(value, len(x))  # in the loop\n"
     "mean.compute()"
 )
+
+
+@rule("INS106", Severity.ERROR, "One rank's rows decide which steps it takes.")
+def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
+    """`instep.shard(loader)` hands each rank other rows, so a loss, or the number of rows, is
+    another on each. Where it decides whether a step is left out or the training ends, some ranks
+    go on without the others: from N = 2 on, the training stops with an error that names the line.
+    Decide by a number that is equal on all ranks.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss = loss_function(model(x), y)
+        if loss.item() > 10:
+            continue
+        loss.backward()
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss = loss_function(model(x), y)
+        if instep.all_reduce(loss.detach(), "mean") > 10:
+            continue
+        loss.backward()
+    ```
+    """
+    for branch in info.script.all(ast.If):
+        leaving = [each for each in branch.body if isinstance(each, ast.Break | ast.Continue)]
+        outer = [*info.script.parent_loops(branch)]
+        if not leaving or not outer or counting.is_reduced_nearby(info, branch):
+            continue
+        calls = info.script.calls_inside(outer[0])
+        if any(call in info.backward_calls for call in calls) and _is_decided_by_rows(info, branch):
+            test = info.script.source(branch.test)
+            yield Hit(
+                branch,
+                f"{test} is decided by this rank's rows",
+                "from N = 2 on, ranks leave out other steps than the others, or than one process",
+                'instep.all_reduce(loss.detach(), "mean")  # decide by this: all ranks have it',
+            )
+
+
+def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
+    """Whether a test depends on the rows of a loop over instep.shard(…), around it or before it."""
+    around = [*info.script.parent_loops(branch)]
+    for loop in info.script.all(ast.For):
+        if counting.sharded_loader(info, loop.iter) is None:
+            continue
+        if loop in around and _depends_on_rows(info, loop, branch.test, _DEPTH):
+            return True
+        if not info.script.is_inside(loop, around[0]):
+            continue
+        tested = {info.script.dotted_name(each) for each in ast.walk(branch.test)} - {""}
+        for changed in info.script.all(ast.AugAssign):
+            is_tested = info.script.dotted_name(changed.target) in tested
+            is_here = info.script.is_inside(changed, loop) and not info.script.is_inside(
+                branch, loop
+            )
+            if is_tested and is_here and _depends_on_rows(info, loop, changed.value, _DEPTH):
+                return True
+    return False
 
 
 @rule("INS210", Severity.WARNING, "A metric is that of one rank's rows of instep.shard(loader).")
@@ -140,6 +208,9 @@ def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:
 def _depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
     """Whether a value is computed from what the loop runs over."""
     rows = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+    if isinstance(loop.iter, ast.Call) and info.script.call_name(loop.iter) == "enumerate":
+        number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+        rows.discard(info.script.dotted_name(number))
     for name in ast.walk(node) if depth else ():
         if not isinstance(name, ast.Name):
             continue
