@@ -91,7 +91,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (38, "INS101"),
         (45, "INS101"),
     ],
-    "own_steps.py": [(14, "INS106"), (16, "INS106"), (20, "INS106")],
+    "own_steps.py": [(16, "INS106"), (18, "INS106"), (22, "INS106"), (63, "INS106")],
     "plain.py": [],
     "rank_modulo_devices.py": [],
     "slurm_node_list.py": [

@@ -2,6 +2,8 @@
 
 import instep
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 train_loader = instep.shard(make_loader())
 
@@ -46,4 +48,17 @@ def by_the_mean(model):
 def without_training(model):
     for x, y in train_loader:
         if model(x).sum() > 10:
+            break
+
+
+def with_a_distributed_sampler(net):
+    model, sampler = DistributedDataParallel(net), DistributedSampler(data)
+    for epoch in range(9):
+        sampler.set_epoch(epoch)
+        total = 0.0
+        for x, y in DataLoader(data, 4, sampler=sampler):
+            loss = loss_of(model(x), y)
+            loss.backward()
+            total += loss.item()
+        if total < 1:
             break

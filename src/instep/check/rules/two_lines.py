@@ -26,10 +26,11 @@ _MEND = (
 
 @rule("INS106", Severity.ERROR, "One rank's rows decide which steps it takes.")
 def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
-    """`instep.shard(loader)` hands each rank other rows, so a loss, or the number of rows, is
-    another on each. Where it decides whether a step is left out or the training ends, some ranks
-    go on without the others: from N = 2 on, the training stops with an error that names the line.
-    Decide by a number that is equal on all ranks.
+    """`instep.shard(loader)` hands each rank other rows, and so does a DistributedSampler. A loss,
+    or the number of rows, is then another on each. Where it decides whether a step is left out or
+    the training ends, some ranks go on without the others: from N = 2 on, DistributedDataParallel
+    waits for ever, and instep ends with an error that names the line. Decide by a number that is
+    equal on all ranks.
 
     ## Bad
     ```python
@@ -55,6 +56,9 @@ def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
         loss.backward()
     ```
     """
+    mean = 'instep.all_reduce(loss.detach(), "mean")'
+    if info.ddp_calls:
+        mean = "dist.all_reduce(value)"
     for branch in info.script.all(ast.If):
         leaving = [each for each in branch.body if isinstance(each, ast.Break | ast.Continue)]
         outer = [*info.script.parent_loops(branch)]
@@ -67,15 +71,17 @@ def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
                 branch,
                 f"{test} is decided by this rank's rows",
                 "from N = 2 on, ranks leave out other steps than the others, or than one process",
-                'instep.all_reduce(loss.detach(), "mean")  # decide by this: all ranks have it',
+                f"{mean}  # decide by this: all ranks have it",
             )
 
 
 def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
-    """Whether a test depends on the rows of a loop over instep.shard(…), around it or before it."""
+    """Whether a test depends on the rows that a loop gives this rank, around the test or before."""
     around = [*info.script.parent_loops(branch)]
     for loop in info.script.all(ast.For):
-        if counting.sharded_loader(info, loop.iter) is None:
+        loader = info.loader_of(info.loop_source(loop))
+        is_sampled = loader is not None and info.sampler_of(loader) is not None
+        if counting.sharded_loader(info, loop.iter) is None and not is_sampled:
             continue
         if loop in around and _depends_on_rows(info, loop, branch.test, _DEPTH):
             return True
@@ -159,10 +165,10 @@ def _own_count(info: ScriptInfo, denominator: ast.expr, place: ast.AST) -> str |
     name = counting.count_name(denominator)
     if name is not None and any(counting.sharded_loaders_of(info, place, name)):
         return name
-    is_length = isinstance(denominator, ast.Call) and info.script.call_name(denominator) == "len"
-    if is_length and denominator.args and counting.sharded_loader(info, denominator.args[0]):
-        return info.script.source(denominator)
-    return None
+    if not isinstance(denominator, ast.Call) or info.script.call_name(denominator) != "len":
+        return None
+    is_of_shard = denominator.args and counting.sharded_loader(info, denominator.args[0])
+    return info.script.source(denominator) if is_of_shard else None
 
 
 def _uses_of_kept_values(info: ScriptInfo) -> Iterator[tuple[str, ast.expr]]:
