@@ -54,7 +54,7 @@ def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
             method and info.script.call_name(call) in {"gather", "reduce", "gather_for_metrics"}
         ):
             value, text = info.script.source(call.args[0]), info.script.source(call)
-            if not isinstance(call.args[0], ast.Name | ast.Attribute | ast.Subscript):
+            if not _is_of_value(info, call.args[0]):
                 continue  # allreduce of a temporary: an old way to write a barrier
             yield Hit(
                 call,
@@ -75,6 +75,14 @@ def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
                 "from N = 2 on, what the script goes on with is each rank's own number",
                 f"{target.id}  # where {value} is used",
             )
+
+
+def _is_of_value(info: ScriptInfo, node: ast.expr) -> bool:
+    """Whether this is a value of the script: `loss`, `loss.detach()`, and no `torch.ones(1)`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    is_value = isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
+    return is_value and not info.script.full_name(node)
 
 
 def _returns_reduced(info: ScriptInfo, call: ast.Call) -> bool:

@@ -14,11 +14,15 @@ SMALL_BATCH = 16
 """Below this many samples per rank the statistics of BatchNorm are visibly noisier."""
 
 
-@rule("INS401", Severity.ERROR, "A learning rate is multiplied by the number of processes twice.")
+@rule(
+    "INS401",
+    Severity.ERROR,
+    "A learning rate or a batch is scaled by the number of processes once too often.",
+)
 def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
     """The linear rule multiplies the learning rate by N because the batch grew N times. Done
     in two places it grows N² times (16 times with N = 4). With `instep.shard` the batch does
-    not grow at all, and any scaling is one too many.
+    not grow at all, and any scaling is one too many, also a batch size that is divided by N.
 
     ## Bad
     ```python
@@ -61,6 +65,27 @@ def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
             "with N processes the learning rate is N times too large",
             f"{name}  # without the factor",
         )
+    for loader in info.loaders if any(info.script.calls_of("instep.shard")) else ():
+        given = keyword(loader, "batch_size", 1)
+        quotient = next(_quotients(info, given), None) if info.has_shard_call(loader) else None
+        if quotient is not None:
+            yield Hit(
+                quotient,
+                f"{info.script.source(quotient)} is divided among the ranks once more by "
+                "instep.shard",
+                "with N processes the batch of the whole job is 1/N of that of one process",
+                info.script.source(quotient.left),
+            )
+
+
+def _quotients(info: ScriptInfo, size: ast.expr | None) -> Iterator[ast.BinOp]:
+    """`batch_size // world_size`, where a value is made."""
+    for origin in info.origins.of(size):
+        for inner in ast.walk(origin):
+            if not isinstance(inner, ast.BinOp) or not info.ranks.is_world_size(inner.right):
+                continue
+            if isinstance(inner.op, ast.Div | ast.FloorDiv):
+                yield inner
 
 
 def _scalings(info: ScriptInfo) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str, str]]:
