@@ -94,6 +94,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (67, "INS201"),
     ],
     "own_steps.py": [(16, "INS106"), (18, "INS106"), (22, "INS106"), (63, "INS106")],
+    "own_turns.py": [(19, "INS601")],
     "plain.py": [],
     "rank_modulo_devices.py": [],
     "slurm_node_list.py": [
@@ -128,6 +129,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (22, "INS308"),
         (26, "INS308"),
     ],
+    "wrapped_in_loops.py": [],
     "waved_away.py": [
         (6, "INS101"),
         (10, "INS101"),

@@ -113,7 +113,19 @@ class RankExpressions:
         if node is None:
             return False
         named = re.split(r"[\W_]+", self.origins.text(node).lower())
-        return bool(_PROCESS & set(named)) or any(self.rank_type(inner) for inner in ast.walk(node))
+        if _PROCESS & set(named) or any(self.rank_type(inner) for inner in ast.walk(node)):
+            return True
+        made = [inner for origin in self.origins.of(node) for inner in ast.walk(origin)]
+        return any(isinstance(name, ast.Name) and self._is_own_turn(name) for name in made)
+
+    def _is_own_turn(self, name: ast.Name) -> bool:
+        """The name of a loop over this rank's turns: `for i in range(rank, n, world_size)`."""
+        return any(
+            isinstance(loop, ast.For)
+            and self.script.source(loop.target) == name.id
+            and any(self.rank_type(inner) for inner in ast.walk(loop.iter))
+            for loop in self.script.parent_loops(name)
+        )
 
 
 def read_variable(script: Script, node: ast.AST) -> str:

@@ -68,7 +68,17 @@ def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
 
 
 def _seed_depends_on_rank(info: ScriptInfo, call: ast.Call) -> bool:
-    return any(info.ranks.depends_on_rank(argument) for argument in call.args)
+    return any(
+        info.ranks.depends_on_rank(argument) and not _takes_rank_off(info, argument)
+        for argument in call.args
+    )
+
+
+def _takes_rank_off(info: ScriptInfo, seed: ast.expr) -> bool:
+    """`seed - rank`, where the rank was added before."""
+    if not isinstance(seed, ast.BinOp) or not isinstance(seed.op, ast.Sub):
+        return False
+    return info.ranks.rank_type(seed.right) is not None
 
 
 def _seeds_workers(info: ScriptInfo) -> bool:

@@ -90,7 +90,11 @@ def _width(info: ScriptInfo, node: ast.expr) -> int | None:
         is_said = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
         return int(str(sizes[-1])) if is_said else None
     model = _made_by(info, made.func)
+    seen: set[ast.Call] = set()
     while model is not None and model.args and _last(info, model) in _WRAPPERS:
+        if model in seen:  # `model = DDP(model)` in a loop
+            return None
+        seen.add(model)
         model = _made_by(info, model.args[0])
     for layer in _last_layers(info, _last(info, model)) if model is not None else ():
         width = constant(keyword(layer, "out_features", 1))
@@ -100,12 +104,15 @@ def _width(info: ScriptInfo, node: ast.expr) -> int | None:
 
 def _made_by(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     """The one call that a value comes from, through calls that keep its shape."""
-    origins = info.origins.of(node)
-    if len(origins) != 1 or not isinstance(made := origins[0], ast.Call):
-        return None
-    if isinstance(made.func, ast.Attribute) and made.func.attr in _SAME_SHAPE:
-        return _made_by(info, made.func.value)
-    return made
+    seen: set[ast.Call] = set()
+    while True:
+        origins = info.origins.of(node)
+        if len(origins) != 1 or not isinstance(made := origins[0], ast.Call) or made in seen:
+            return None
+        if not isinstance(made.func, ast.Attribute) or made.func.attr not in _SAME_SHAPE:
+            return made
+        seen.add(made)  # `x = x.to(device)` in a loop comes from itself
+        node = made.func.value
 
 
 def _last(info: ScriptInfo, call: ast.Call) -> str:
