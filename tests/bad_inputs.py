@@ -121,6 +121,10 @@ CASES = (
         "instep slurm --gpus-per-node 4 train.py; with other accelerators, --gres npu:8; without",
     ),
     Case("slurm --gpus-per-nod 4 train.py", "did you mean --gpus-per-node?"),
+    Case(
+        "k8s --image i --tasks-per-node 2 --name 训练 train.py",
+        "argument --name: takes small letters, digits and hyphens, 63 at most, not '训练'",
+    ),
     Case("run -np 2 train.py", "trained", 0, slow=True),
     Case("run --nproc 2 train.py", "trained", 0, slow=True),
     Case("run -n 2 --pllain train.py", "did you mean --plain?"),

@@ -61,8 +61,8 @@ def add_command(commands: Any) -> None:
     )
     add("--cpus-per-task", type=parse_count, metavar="C", help="cores of each rank")
     add("--memory", metavar="SIZE", help="memory of each pod, as in 64Gi")
-    add("--name", metavar="NAME", help="the job's name (default: the script's)")
-    add("--namespace", metavar="NAME", help="the namespace (default: that of kubectl)")
+    add("--name", type=_label, metavar="NAME", help="the job's name (default: the script's)")
+    add("--namespace", type=_label, metavar="NAME", help="the namespace (default: that of kubectl)")
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
@@ -106,6 +106,14 @@ def _resource(value: str) -> str:
             f"takes a name and a number, as in huawei.com/Ascend910:8, not {value!r}"
         )
     parse_count(count)
+    return value
+
+
+def _label(value: str) -> str:
+    if len(value) > 63 or not re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", value):
+        raise argparse.ArgumentTypeError(
+            f"takes small letters, digits and hyphens, 63 at most, not {value!r}"
+        )
     return value
 
 
