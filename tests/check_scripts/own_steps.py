@@ -1,8 +1,9 @@
-"""Steps that are left out, and trainings that end, by a rank's own rows; and by what all have."""
+"""Steps, ends and learning rates that a rank's own rows decide; and some that all ranks decide."""
 
 import instep
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler
 
 train_loader = instep.shard(make_loader())
@@ -62,3 +63,27 @@ def with_a_distributed_sampler(net):
             total += loss.item()
         if total < 1:
             break
+
+
+def rate_by_own_rows(net, optimizer):
+    model, plateau = DistributedDataParallel(net), ReduceLROnPlateau(optimizer)
+    sampler = DistributedSampler(data)
+    loader, whole = DataLoader(data, 4, sampler=sampler), DataLoader(data, 4)
+    for epoch in range(9):
+        sampler.set_epoch(epoch)
+        plateau.step(mean_loss(model, loader))
+        plateau.step(loss_of_either(model, loader) + loss_of_either(model, whole))
+
+
+def mean_loss(model, loader):
+    total = 0.0
+    for x, y in loader:
+        total += loss_of(model(x), y).item()
+    return total / len(loader)
+
+
+def loss_of_either(model, either):
+    total = 0.0
+    for x, y in either:
+        total += loss_of(model(x), y).item()
+    return total

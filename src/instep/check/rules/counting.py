@@ -259,12 +259,12 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
 
 def sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
     """What the loops run over in which `name += …` stands: `instep.shard(…)`, by its name."""
-    for loop in _adding_loops(info, place, name):
+    for loop in adding_loops(info, place, name):
         if (source := sharded_loader(info, loop.iter)) is not None:
             yield source
 
 
-def _adding_loops(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.For]:
+def adding_loops(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.For]:
     """The loops in which `name += …` stands, in the function of this place."""
     for changed in info.script.all(ast.AugAssign):
         is_this = info.script.dotted_name(changed.target) == name
@@ -373,7 +373,7 @@ def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
 
 def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> bool:
     """Whether `name += …` stands in a loop over a sharded loader, in the same function."""
-    sources = (info.loop_source(loop) for loop in _adding_loops(info, place, name))
+    sources = (info.loop_source(loop) for loop in adding_loops(info, place, name))
     loaders = (info.loader_of(source) for source in sources)
     return any(loader is not None and info.sampler_of(loader) is not None for loader in loaders)
 

@@ -1,4 +1,4 @@
-"""INS106, INS210, INS309, INS407: scripts with instep.replicate and instep.shard."""
+"""INS106, INS210, INS309, INS407: decisions, metrics and models of one rank's rows."""
 
 from __future__ import annotations
 
@@ -75,13 +75,18 @@ def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
             )
 
 
+def _has_own_rows(info: ScriptInfo, loop: ast.For) -> bool:
+    """Whether a loop runs over instep.shard(…), or over a loader with a DistributedSampler."""
+    made = [call for call in info.origins.calls(info.loop_source(loop)) if call in info.loaders]
+    is_sampled = bool(made) and all(info.sampler_of(loader) for loader in made)
+    return is_sampled or counting.sharded_loader(info, loop.iter) is not None
+
+
 def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
     """Whether a test depends on the rows that a loop gives this rank, around the test or before."""
     around = [*info.script.parent_loops(branch)]
     for loop in info.script.all(ast.For):
-        loader = info.loader_of(info.loop_source(loop))
-        is_sampled = loader is not None and info.sampler_of(loader) is not None
-        if counting.sharded_loader(info, loop.iter) is None and not is_sampled:
+        if not _has_own_rows(info, loop):
             continue
         if loop in around and _depends_on_rows(info, loop, branch.test, _DEPTH):
             return True
@@ -294,8 +299,8 @@ def _is_visible_model(info: ScriptInfo, node: ast.expr) -> bool:
 @rule("INS407", Severity.ERROR, "ReduceLROnPlateau gets the loss of one rank's rows.")
 def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     """`ReduceLROnPlateau` compares the number that it is given with those before it. The loss
-    of one rank's rows of `instep.shard(loader)` differs by rank, so that the ranks lower their
-    learning rates in different epochs, and their models drift apart.
+    of one rank's rows, of `instep.shard(loader)` or of a DistributedSampler, differs by rank, so
+    that the ranks lower their learning rates in different epochs, and their models drift apart.
 
     ## Bad
     ```python
@@ -337,7 +342,9 @@ def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
                 call,
                 f"{value} is of this rank's rows, and ReduceLROnPlateau decides by it",
                 "from N = 2 on, the ranks get different learning rates",
-                "mean = instep.Mean()\n"
+                f"dist.all_reduce({value})  # as a tensor, before it"
+                if info.ddp_calls
+                else "mean = instep.Mean()\n"
                 "mean.update(loss, len(x))  # in the loop\n"
                 f"{info.script.source(call.func)}(mean.compute())",
             )
@@ -345,7 +352,7 @@ def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
 
 def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
     """Whether a number is made, in the same text or in a function of the script, from what a loop
-    over instep.shard(loader) computes, and not reduced."""
+    over this rank's rows computes, and not reduced."""
     if depth == 0 or counting.is_reduced_nearby(info, node):
         return False
     if isinstance(node, ast.Call):
@@ -360,10 +367,10 @@ def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
         if info.script.call_name(node) == "compute":
             return False
     if isinstance(node, ast.Name):
-        if any(counting.sharded_loaders_of(info, node, node.id)):
+        if any(_has_own_rows(info, loop) for loop in counting.adding_loops(info, node, node.id)):
             return True
         bound = info.origins.bindings(node)
-        if any(_is_in_sharded_loop(info, each.statement) for each in bound):
+        if any(_is_in_loop_of_own_rows(info, each.statement) for each in bound):
             return not any(info.script.call_name(each.value) == "compute" for each in bound)
         return any(_is_of_own_rows(info, each.value, depth - 1) for each in bound)
     return any(
@@ -373,8 +380,8 @@ def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
     )
 
 
-def _is_in_sharded_loop(info: ScriptInfo, place: ast.AST) -> bool:
+def _is_in_loop_of_own_rows(info: ScriptInfo, place: ast.AST) -> bool:
     return any(
-        isinstance(loop, ast.For) and counting.sharded_loader(info, loop.iter) is not None
+        isinstance(loop, ast.For) and _has_own_rows(info, loop)
         for loop in info.script.parent_loops(place)
     )
