@@ -94,6 +94,8 @@ CASES = (
         "say how many ranks each host has: instep run -n 4 … train.py x",
         environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
     ),
+    Case("run --nnodes 2 -n 1 train.py", "--node-rank is missing. On every host: instep run"),
+    Case("run --node-rank 1 -n 1 train.py", "--nnodes is missing. On every host: instep run"),
     Case(
         "run -n train.py", "-n takes the number of ranks, a whole number from 1 up, not 'train.py'"
     ),

@@ -242,7 +242,9 @@ def _hosts(asked: argparse.Namespace, ranks: int) -> NodeConfig:
             environ[settings.DIST_FILE.name] = asked.dist_file
         return detect_nodes(environ, ranks)
     node, nodes = asked.node_rank, asked.nnodes
-    if node is None or nodes is None or not 0 <= node < nodes:
+    if node is None or nodes is None:
+        raise wrong_hosts(f"{'--nnodes' if nodes is None else '--node-rank'} is missing")
+    if not 0 <= node < nodes:
         raise wrong_hosts(f"--node-rank {node} of --nnodes {nodes}")
     if asked.master:
         return NodeConfig(node, nodes, parse_address(asked.master))
