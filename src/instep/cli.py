@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while it waited for other hosts
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `instep check train.py | head` has read enough
+        if name in ("run", "horovodrun"):
+            raise  # it may be another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

@@ -67,7 +67,9 @@ def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
         target, call = assignment.targets[0], assignment.value
         if not isinstance(target, ast.Name) or not isinstance(call, ast.Call) or not call.args:
             continue
-        if target.id not in read and target.id.strip("_") and _returns_reduced(info, call):
+        if target.id in read or not target.id.strip("_") or not _is_of_value(info, call.args[0]):
+            continue
+        if _returns_reduced(info, call):
             value = info.script.source(call.args[0])
             yield Hit(
                 call,

@@ -84,21 +84,22 @@ def _has_own_rows(info: ScriptInfo, loop: ast.For) -> bool:
 
 def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
     """Whether a test depends on the rows that a loop gives this rank, around the test or before."""
+    if info.script.call_name(branch.test) == "isinstance":
+        return False
     around = [*info.script.parent_loops(branch)]
     for loop in info.script.all(ast.For):
         if not _has_own_rows(info, loop):
             continue
         if loop in around and _depends_on_rows(info, loop, branch.test, _DEPTH):
             return True
-        if not info.script.is_inside(loop, around[0]):
+        if loop in around or not info.script.is_inside(loop, around[0]):
             continue
         tested = {info.script.dotted_name(each) for each in ast.walk(branch.test)} - {""}
         for changed in info.script.all(ast.AugAssign):
             is_tested = info.script.dotted_name(changed.target) in tested
-            is_here = info.script.is_inside(changed, loop) and not info.script.is_inside(
-                branch, loop
-            )
-            if is_tested and is_here and _depends_on_rows(info, loop, changed.value, _DEPTH):
+            if not is_tested or not info.script.is_inside(changed, loop):
+                continue
+            if _depends_on_rows(info, loop, changed.value, _DEPTH):
                 return True
     return False
 
@@ -219,7 +220,7 @@ def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:
 def _depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
     """Whether a value is computed from what the loop runs over."""
     rows = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
-    if isinstance(loop.iter, ast.Call) and info.script.call_name(loop.iter) == "enumerate":
+    if "enumerate" in map(info.script.call_name, ast.walk(loop.iter)):
         number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
         rows.discard(info.script.dotted_name(number))
     for name in ast.walk(node) if depth else ():
