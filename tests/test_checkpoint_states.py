@@ -1,7 +1,9 @@
 """The states of scalers, master weights, averages, generators and loaders are resumed exactly."""
 
+import shutil
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -200,6 +202,67 @@ class Stateful(DataLoader):
     def load_state_dict(self, state):
         self._state = dict(state)
         self._next = dict(state)
+
+
+def accumulating(folder, kind, stop_at=None):
+    """Two batches for each step of the optimizer; 5 batches in an epoch leave one over."""
+    torch.manual_seed(3)
+    table = nn.Embedding(10, 4, sparse=kind == "sparse")
+    model = instep.replicate(nn.Sequential(table, nn.Flatten(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    data = TensorDataset(torch.arange(36).view(18, 2) % 10, torch.linspace(-1, 1, 18)[:, None])
+    loader = instep.shard(DataLoader(data, 4, shuffle=True))
+    checkpoint = instep.Checkpoint(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        every=None if stop_at is None else 1,
+    )
+    batches = 5 * checkpoint.resume() if stop_at is None else 0
+    for _ in checkpoint.epochs(2):
+        for x, y in loader:
+            with instep.no_sync() if kind == "no_sync" and not batches % 2 else nullcontext():
+                nn.functional.mse_loss(model(x), y).backward()
+            batches += 1
+            if batches % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            checkpoint.step()
+            if batches == stop_at:
+                checkpoint.close()
+                return None
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "no_sync"])
+def test_gradients_that_no_optimizer_has_used_yet_go_on(tmp_path, kind):
+    whole = run(1, accumulating, str(tmp_path / "whole"), kind)[0]
+    run(2, accumulating, str(tmp_path / "parts"), kind, 5)
+    for size in (3, 1):
+        rest = run(
+            size, accumulating, str(shutil.copytree(tmp_path / "parts", tmp_path / str(size))), kind
+        )[0]
+        for name, value in whole.items():
+            torch.testing.assert_close(rest[name], value)
+
+
+def gradients_in_a_checkpoint(folder, zeroes):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    checkpoint = instep.Checkpoint(folder, model=model, optimizer=optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if zeroes:
+        optimizer.zero_grad(set_to_none=zeroes == "none")
+    checkpoint.save()
+    checkpoint.close()
+    return storage.read_latest(Path(folder))[1]["training"]["grads"]
+
+
+@pytest.mark.parametrize("zeroes", ["", "none", "zeros"])
+def test_gradients_that_an_optimizer_has_used_are_not_saved(tmp_path, zeroes):
+    assert run(1, gradients_in_a_checkpoint, str(tmp_path), zeroes) == [[]]
 
 
 def _generator(state):

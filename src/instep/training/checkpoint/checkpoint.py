@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from instep.distributed.communication.scopes import single_process_scope
@@ -23,11 +22,17 @@ from instep.training.checkpoint.errors import CannotSaveError, CheckpointError, 
 from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.random_states import gather_states, restore_states
 from instep.training.checkpoint.resume_point import ResumePoint
-from instep.training.checkpoint.saved_objects import each_object, load_state, prepare, state_of
+from instep.training.checkpoint.saved_objects import (
+    PendingGrads,
+    each_object,
+    load_state,
+    metrics_of_rank,
+    prepare,
+    state_of,
+)
 from instep.training.checkpoint.state_shards import ShardedDraft
 from instep.training.checkpoint.storage import EncodedState
 from instep.training.checkpoint.time_limit import SignalFlag
-from instep.training.metrics import Metric
 
 _TRAINING = "training"
 """The entry with what belongs to no object: position, random streams."""
@@ -107,6 +112,7 @@ class Checkpoint:
             "metrics": metrics,
         }
         self._objects = {k: prepare(v, k) for k, v in entries.items() if v is not None}
+        self._pending = PendingGrads(self._objects.get("optimizer", {}))
         self._step = 0
         self._epoch = 0
         self._has_stepped = False
@@ -286,6 +292,7 @@ class Checkpoint:
             "ranks": transport.size,
             "random": gather_states(),
             "replicas": each_object(self._objects, _streams),
+            "grads": self._pending.state(),
         }
         return state
 
@@ -312,12 +319,13 @@ class Checkpoint:
             raise OtherModelError.of_entries(path, missing, unexpected)
         for name, prepared in self._objects.items():
             if name == "metrics":
-                load_state(prepared, _metrics_of_rank(prepared, state[name], path), name, path)
+                load_state(prepared, metrics_of_rank(prepared, state[name], path), name, path)
             else:
                 load_state(prepared, state[name], name, path)
         self._step, self._epoch = training["step"], training["epoch"]
         self._has_stepped = training["has_stepped"]
         _load_streams(self._objects, training["replicas"])
+        self._pending.load_state(training.get("grads", []))
         restore_states(training["random"])
 
     def _check_order(self) -> None:
@@ -375,19 +383,3 @@ def _load_streams(prepared: Any, states: Any) -> None:
             _load_streams(each, states[key])
     elif isinstance(prepared, nn.Module):
         replicas.load_stream_states(prepared, states)
-
-
-def _metrics_of_rank(prepared: Any, saved: list[Any], path: Path) -> Any:
-    """This rank's metrics: its own totals, or at another number of ranks all of them on rank 0."""
-    transport = get_transport()
-    if len(saved) == transport.size:
-        return saved[transport.rank]
-    if isinstance(prepared, dict):
-        return {
-            key: _metrics_of_rank(each, [state[key] for state in saved], path)
-            for key, each in prepared.items()
-        }
-    if not isinstance(prepared, Metric):
-        raise CannotSaveError.of_metric(path, prepared, len(saved), transport.size)
-    totals = torch.stack([state["totals"] for state in saved]).sum(0)
-    return {"totals": totals if transport.rank == 0 else torch.zeros_like(totals)}

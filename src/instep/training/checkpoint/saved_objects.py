@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from instep.distributed.communication.transport import get_transport
+from instep.training.buckets.reducer import partial_sums
 from instep.training.checkpoint.errors import CannotSaveError, OtherModelError
 from instep.training.checkpoint.plain_loaders import StatefulLoader, track
+from instep.training.metrics import Metric
 from instep.training.shards import ShardedLoader
 
 
@@ -73,6 +79,96 @@ def load_state(prepared: Any, state: Any, name: str, path: Path) -> None:
         prepared.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OtherModelError.of_state(path, name, error) from error
+
+
+def metrics_of_rank(prepared: Any, saved: list[Any], path: Path) -> Any:
+    """This rank's metrics: its own totals, or at another number of ranks all of them on rank 0."""
+    transport = get_transport()
+    if len(saved) == transport.size:
+        return saved[transport.rank]
+    if isinstance(prepared, dict):
+        return {
+            key: metrics_of_rank(each, [state[key] for state in saved], path)
+            for key, each in prepared.items()
+        }
+    if not isinstance(prepared, Metric):
+        raise CannotSaveError.of_metric(path, prepared, len(saved), transport.size)
+    totals = torch.stack([state["totals"] for state in saved]).sum(0)
+    return {"totals": totals if transport.rank == 0 else torch.zeros_like(totals)}
+
+
+class PendingGrads:
+    """Gradients that were added up since the last step of these optimizers (accumulation)."""
+
+    def __init__(self, optimizers: Any) -> None:
+        """`optimizers`: as `prepare` returns them; what is no torch.optim.Optimizer has none."""
+        self._optimizers: list[Optimizer] = []
+        self._at_step: list[tuple[ref[Tensor], int]] = []
+        """The gradients after the last step, and how often each had been changed."""
+        each_object(optimizers, self._follow)
+
+    def state(self) -> list[Any]:
+        """The gradients over the rows of all ranks, by parameter; empty if none are pending.
+
+        Collective inside of `instep.no_sync`.
+        """
+        parts = {id(parameter) for parameter in partial_sums()}
+        if not parts and self._are_those_of_step(self._grads()):
+            return []
+        grads = [_whole_grad(each, is_part=id(each) in parts) for each in self._parameters()]
+        if not any(grad is not None and grad.any() for grad in grads):
+            return []
+        return [
+            _sparse_parts(grad) if grad is not None and grad.is_sparse else grad for grad in grads
+        ]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Let the next backward add to these gradients."""
+        if len(state) != len(parameters := self._parameters()):
+            return
+        for parameter, saved in zip(parameters, state, strict=True):
+            grad = (
+                torch.sparse_coo_tensor(*saved, check_invariants=False)
+                if isinstance(saved, list)
+                else saved
+            )
+            parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
+
+    def _follow(self, optimizer: Any) -> None:
+        if isinstance(optimizer, Optimizer):
+            self._optimizers.append(optimizer)
+            optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: object) -> None:
+        self._at_step = [(ref(grad), grad._version) for grad in self._grads()]
+
+    def _are_those_of_step(self, grads: list[Tensor]) -> bool:
+        return len(grads) == len(self._at_step) and all(
+            grad is at_step() and grad._version == version
+            for grad, (at_step, version) in zip(grads, self._at_step, strict=True)
+        )
+
+    def _grads(self) -> list[Tensor]:
+        return [grad for each in self._parameters() if (grad := each.grad) is not None]
+
+    def _parameters(self) -> list[Tensor]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def _whole_grad(parameter: Tensor, *, is_part: bool) -> Tensor | None:
+    """The gradient of a parameter over the rows of all ranks."""
+    grad = parameter.grad
+    if grad is not None and is_part:
+        grad = grad.clone()
+        get_transport().all_reduce(grad, "sum").wait()
+    return grad
+
+
+def _sparse_parts(grad: Tensor) -> list[Any]:
+    """What torch.sparse_coo_tensor makes a gradient of."""
+    grad = grad.coalesce()
+    return [grad.indices(), grad.values(), list(grad.shape)]
 
 
 def _check_keys(prepared: dict[str, Any], state: Any, name: str, path: Path) -> None:
