@@ -212,6 +212,31 @@ for step in range(8):
         optimizer.step()
         total = 0
 """
+RENAMED_FILE = """
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(8):
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history = json.load(open("history.json")) if epoch else []
+    with open("draft.json", "w") as draft:
+        json.dump([*history, loss.item()], draft)
+    os.replace("draft.json", "history.json")
+    fail_at(epoch)
+torch.save(json.load(open("history.json")), "final.pt")
+"""
+RESUMES_BY_ITSELF = """
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+begin = torch.load("own.pt") + 1 if os.path.exists("own.pt") else 0
+for epoch in range(begin, 8):
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    torch.save(epoch, "own.pt")
+    fail_at(epoch)
+"""
 LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
 BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").replace(
     "    fail_at", "    length = history.__len__\n    fail_at"
@@ -316,6 +341,31 @@ def test_tensors_that_the_loop_froze_or_gave_another_shape_or_dtype_stay_so(tmp_
     assert run(killed) == 0
     assert_same_end(killed, alone)
     assert final(alone)[3] == [False, False, True, True, True]
+
+
+def test_a_file_that_the_script_replaces_by_a_rename_is_set_back(tmp_path) -> None:
+    alone, killed = (
+        place(tmp_path / "alone", RENAMED_FILE),
+        place(tmp_path / "killed", RENAMED_FILE),
+    )
+    assert run(alone) == 0
+    (killed / "fails").touch()
+    assert run(killed) == -signal.SIGKILL
+    assert run(killed) == 0
+    assert "is not as it was" not in (killed / "errors.txt").read_text()
+    assert_same_end(killed, alone)
+
+
+def test_a_script_that_goes_on_from_its_own_file_is_refused(tmp_path) -> None:
+    folder = place(tmp_path, RESUMES_BY_ITSELF)
+    (folder / "fails").touch()
+    assert run(folder) == -signal.SIGKILL
+    assert run(folder) == 1
+    errors = (folder / "errors.txt").read_text()
+    assert "begins with 6 now, and began with 0. If the script goes on from files" in errors
+    (folder / "own.pt").unlink()
+    assert run(folder) == 0
+    assert torch.load(folder / "own.pt") == 7
 
 
 def test_a_loss_of_iterations_before_the_checkpoint_is_no_smaller_one_after_it(tmp_path) -> None:

@@ -26,7 +26,7 @@ from instep.training.checkpoint.time_limit import SignalFlag
 from instep.training.random_streams import RNGStates
 from instep.unedited import launcher_env, seeds
 from instep.unedited.checkpoint.encoding import encode
-from instep.unedited.checkpoint.restoring import restore
+from instep.unedited.checkpoint.restoring import RESUMES_BY_ITSELF, restore
 from instep.unedited.checkpoint.script_objects import ScriptObjects, find_scopes, hold
 from instep.unedited.checkpoint.written_files import WrittenFiles
 from instep.unedited.errors import CannotSaveScriptError
@@ -92,9 +92,12 @@ class _ForIterations:
     def __next__(self) -> Any:
         frame = sys._getframe(1)
         if not self._loop.has_begun:
-            for _ in range(self._loop.begin(frame)):
-                next(self._values, _END)
+            first = None
+            for k in range(self._loop.begin(frame)):
+                value = next(self._values, _END)
+                first = first if k else value
             value = next(self._values, _END)
+            self._loop.note_first(value if first is None else first)
         else:
             value = next(self._values, _END)
             self._loop.end_iteration(frame, is_last=value is _END)
@@ -128,6 +131,8 @@ class _Loop:
         self._rank = get_transport().rank
         self._before: ScriptObjects | None = None
         self._iteration = 0
+        self._first: int | None = None
+        """The value of the first iteration, if it is a number."""
         self._has_saved = False
         self._saved_at = self._cost = 0.0
 
@@ -140,10 +145,10 @@ class _Loop:
         self._place = f"{Path(frame.f_code.co_filename).name}:{self._line}"
         with bypass_overlay():
             found = storage.read_latest(self._folder) if self._rank == 0 else None
-        state: dict[str, Any] | None = None
-        if found is not None:
-            path, state = found
-            _note(storage.step_of(path), path)
+            state: dict[str, Any] | None = None
+            if found is not None:
+                path, state = found
+                _note(storage.step_of(path), path)
         state = get_transport().broadcast_object(state, 0)
         self._before = hold(frame)
         if state is not None:
@@ -156,6 +161,7 @@ class _Loop:
         restore(state["script"], self._before)
         problems = self._files.restore(state["files"])
         self._iteration = state["position"]["iteration"]
+        self._first = state["position"].get("first")
         _restore_streams(state["streams"])
         if self._rank == 0:
             line = (
@@ -163,6 +169,20 @@ class _Loop:
                 f"loop at {self._place}"
             )
             print_line("; ".join([line, *problems]))
+
+    def note_first(self, value: Any) -> None:
+        """`value`: what the first of all iterations had. Called when the loop has begun.
+
+        Raises CannotSaveScriptError if it was another one when the checkpoint was written.
+        """
+        if not isinstance(value, int):
+            return
+        if self._first not in (None, value):
+            raise CannotSaveScriptError(
+                f"the checkpoint does not fit this script: the loop at {self._place} begins with "
+                f"{value} now, and began with {self._first}. {RESUMES_BY_ITSELF}"
+            )
+        self._first = value
 
     def end_iteration(self, frame: types.FrameType, *, is_last: bool) -> None:
         """Called after each iteration: rank 0 saves, unless that would take too much of the time.
@@ -203,7 +223,11 @@ class _Loop:
     def _save(self, frame: types.FrameType) -> None:
         assert self._before is not None
         state = {
-            "position": {"iteration": self._iteration, "line": self._line},
+            "position": {
+                "iteration": self._iteration,
+                "line": self._line,
+                "first": self._first,
+            },
             "streams": _streams(),
             "script": encode(self._before, ScriptObjects(find_scopes(frame))),
             "files": self._files.encode(),

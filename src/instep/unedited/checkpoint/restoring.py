@@ -21,6 +21,10 @@ from instep.unedited.errors import CannotSaveScriptError
 
 _LAST = (Kind.LOADER, Kind.GENERATOR)
 """Kinds that are restored after all others, in this order: loaders draw when workers start."""
+RESUMES_BY_ITSELF = (
+    "If the script goes on from files of its own, run it without --checkpoint, or without them."
+)
+"""What may be the cause where a script has built something else."""
 
 
 def restore(saved: Mapping[str, Any], built: ScriptObjects) -> None:
@@ -258,5 +262,5 @@ def _bind(scope: VariableScope, values: Mapping[str, Any], deleted: list[str]) -
 def _other(path: str, what: str = "is another object now, or none") -> CannotSaveScriptError:
     return CannotSaveScriptError(
         f"the checkpoint does not fit this script: {path} {what}. Run the script as it was when "
-        "the checkpoint was written, or name an empty folder."
+        f"the checkpoint was written, or name an empty folder. {RESUMES_BY_ITSELF}"
     )

@@ -1,4 +1,4 @@
-"""The files that a script writes with `open`: saved with an iteration of its loop, and set back.
+"""The files that a script writes with `open` or renames: saved with an iteration, and set back.
 
 A script that is started again opens its log anew, or goes on behind the lines of an iteration that
 it is about to repeat. So the content of such a file belongs to the checkpoint.
@@ -22,17 +22,19 @@ from instep.process.pending_writes import DRAFT_PREFIX
 from instep.unedited.files.bypass import is_bypassed
 
 LARGEST = 1 << 26
-"""Bytes. Of a larger file only the size is saved: it is cut back to it."""
+"""Bytes. Of a larger file only the size is saved, to which it is cut back; of one that was renamed,
+nothing."""
 _NOT_SAVED = ("/dev/", "/proc/", "/sys/")
 
 
 class WrittenFiles:
-    """The files that this process opens for writing from now on."""
+    """The files that this process opens for writing, or gives a name, from now on."""
 
     def __init__(self, folder: Path) -> None:
         """Files in `folder`, which holds the checkpoints, do not count."""
         self._folder = f"{folder}{os.sep}"
-        self._paths: dict[str, None] = {}
+        self._paths: dict[str, bool] = {}
+        """Whether what is there was put there whole, by a rename."""
         self._saved: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
         sys.addaudithook(self._hook)  # it cannot be removed
 
@@ -40,10 +42,11 @@ class WrittenFiles:
         """Their content now, by path."""
         _flush()
         found = {}
-        for path in self._paths:
+        for path, is_renamed in self._paths.items():
             with suppress(OSError):
                 status = os.stat(path)
-                if not stat.S_ISREG(status.st_mode):
+                is_cut = status.st_size > LARGEST
+                if not stat.S_ISREG(status.st_mode) or (is_renamed and is_cut):
                     continue
                 mark = (status.st_ino, status.st_size, status.st_mtime_ns)
                 if self._saved.get(path, (None,))[0] != mark:
@@ -60,21 +63,24 @@ class WrittenFiles:
                 _restore_file(path, entry)
             except (OSError, ValueError) as error:
                 problems.append(f"{path} is not as it was: {error}.")
-            self._paths[path] = None
+            self._paths[path] = False
         _seek_to_end(saved.keys())
         return problems
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or is_bypassed():
+        if event not in ("open", "os.rename") or is_bypassed():
             return
-        path, mode, flags = arguments
-        if isinstance(path, int) or path is None:
-            return
-        writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & os.O_ACCMODE
-        if writes:
+        path = _opened(*arguments) if event == "open" else arguments[1]
+        if path is not None:
             name = os.path.abspath(os.fsdecode(path))
             if not name.startswith((self._folder, *_NOT_SAVED)) and DRAFT_PREFIX not in name:
-                self._paths[name] = None
+                self._paths[name] = event == "os.rename"
+
+
+def _opened(path: Any, mode: str | None, flags: int) -> Any:
+    """The path of a file that is opened for writing; None of any other."""
+    writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & os.O_ACCMODE
+    return path if writes and not isinstance(path, int) else None
 
 
 def _content(path: str, size: int) -> dict[str, Any]:
