@@ -237,6 +237,17 @@ for epoch in range(begin, 8):
     torch.save(epoch, "own.pt")
     fail_at(epoch)
 """
+IN_A_FOLDER_OF_ITS_OWN = """
+os.mkdir(f"run-{len(os.listdir())}")
+os.chdir(max(each for each in os.listdir() if each.startswith("run-")))
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(3):
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    with open("../epochs.txt", "a") as epochs:
+        print(epoch, file=epochs)
+"""
 LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
 BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").replace(
     "    fail_at", "    length = history.__len__\n    fail_at"
@@ -258,7 +269,7 @@ def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
 
 def run(folder: Path, name: str = "saved", **variables: str) -> int | None:
     """The script in a folder, in a process of its own: its exit code."""
-    process = forkserver.Process(target=_run, args=(str(folder), str(folder / name), variables))
+    process = forkserver.Process(target=_run, args=(str(folder), name, variables))
     process.start()
     process.join(60)
     return process.exitcode
@@ -366,6 +377,14 @@ def test_a_script_that_goes_on_from_its_own_file_is_refused(tmp_path) -> None:
     (folder / "own.pt").unlink()
     assert run(folder) == 0
     assert torch.load(folder / "own.pt") == 7
+
+
+def test_a_script_may_make_a_folder_for_each_run_and_go_there(tmp_path) -> None:
+    folder = place(tmp_path, IN_A_FOLDER_OF_ITS_OWN)
+    assert run(folder) == 0
+    assert run(folder) == 0
+    assert "goes on after iteration 3" in (folder / "errors.txt").read_text()
+    assert (folder / "epochs.txt").read_text().split() == ["0", "1", "2"]
 
 
 def test_a_loss_of_iterations_before_the_checkpoint_is_no_smaller_one_after_it(tmp_path) -> None:

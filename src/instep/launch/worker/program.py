@@ -56,7 +56,7 @@ def _saved_in(folder: str, command: Sequence[str]) -> main_module.Compile:
         )
     from instep.launch.worker import training_loops  # it imports torch
 
-    training_loops.install(command, Path(folder))
+    training_loops.install(command, Path(folder).absolute())
     return training_loops.compile_script
 
 
