@@ -999,6 +999,14 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
     assert told.stderr.count("\n") == 1
 
 
+def test_it_is_started_once_and_not_by_each_task_of_a_launcher():
+    tasks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    told = command("-n", "1,2", __file__, env=os.environ | tasks | local)
+    assert told.returncode == 2
+    assert "starts all ranks itself, and 2 tasks run it at once" in told.stderr
+
+
 def test_instep_run_starts_without_torch():
     program = "import sys, instep.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

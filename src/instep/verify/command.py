@@ -8,6 +8,7 @@ import os
 import shlex
 from typing import Any
 
+from instep.distributed.identity import launchers
 from instep.errors import CommandLineError
 from instep.launch.job import Job
 from instep.launch.signals import exit_on_signal
@@ -63,6 +64,11 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     if asked.n is None:
         line = shlex.join(program) or "train.py"
         raise CommandLineError(f"say at which numbers of ranks: instep verify -n 1,2 {line}")
+    if (tasks := launchers.detect_tasks().size) > 1:
+        raise CommandLineError(
+            f"instep verify starts all ranks itself, and {tasks} tasks run it at once. Start it "
+            "once, without mpirun or srun."
+        )
     job = Job(max(asked.n), program)
     for path in (asked.json, asked.plot):
         _check_writable(path)
