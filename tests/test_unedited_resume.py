@@ -443,6 +443,23 @@ def test_the_loop_is_the_outermost_that_counts_and_keeps_its_optimizer(text, lin
     assert script.lines[found - 1].strip() == line
 
 
+def test_a_script_that_imports_auto_says_how_it_can_be_saved(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import instep.auto\nprint('it runs')\n")
+    environ = os.environ | {"INSTEP_CHECKPOINT": str(tmp_path / "saved")}
+    ran = subprocess.run(
+        [sys.executable, script], env=environ, timeout=60, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "Start it with instep run --checkpoint" in ran.stderr
+    assert not (tmp_path / "saved").exists()
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", script],
+        env=environ, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "no loop" in ran.stderr  # it is read before it runs
+
+
 def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The script in a folder under `instep run` with these options."""
     return subprocess.run(

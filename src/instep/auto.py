@@ -6,7 +6,9 @@ work only inside the outermost call of a module, and as they load data.
 
 import sys
 
+from instep.process import settings
 from instep.unedited import session
+from instep.unedited.errors import CannotSaveScriptError
 
 
 def _is_imported_by_script() -> bool:
@@ -20,4 +22,10 @@ def _is_imported_by_script() -> bool:
 
 
 if _is_imported_by_script():
+    if session.current() is None and str(settings.CHECKPOINT):
+        raise CannotSaveScriptError(
+            "INSTEP_CHECKPOINT: a script that imports instep.auto runs already, so that its loop "
+            "cannot be saved. Start it with instep run --checkpoint, or under another launcher "
+            "with python -m instep."
+        )
     session.start()
