@@ -252,6 +252,9 @@ LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); b
 BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").replace(
     "    fail_at", "    length = history.__len__\n    fail_at"
 )
+OLD_WORKERS = MODULE_LEVEL.replace(
+    "shuffle=True)", "shuffle=True, num_workers=1, persistent_workers=True)"
+).replace("    total = 0", "    total = 0\n    loader.dataset.level = epoch")
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
@@ -470,6 +473,16 @@ def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_workers_whose_data_set_has_changed_since_they_started_are_not_started_anew(
+    tmp_path,
+) -> None:
+    ran = launch(place(tmp_path, OLD_WORKERS), "-n", "1")
+    assert ran.returncode == 1
+    assert "loader (DataLoader) has persistent workers" in ran.stderr
 
 
 @pytest.mark.nightly

@@ -113,7 +113,7 @@ class _Encoding:
                 raise _no_position(old.path, node.value)
             return None
         if node.kind is Kind.LOADER:
-            return _loader_entry(old.path, node.value)
+            return self._loader_entry(old.path, node.value)
         if node.kind in (Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR, Kind.SCALER):
             if node.form != old.form:
                 return self._leaf(node) | {"built": old.form, "form": node.form}
@@ -125,6 +125,39 @@ class _Encoding:
         if node.digest == old.digest and _has_same(node.slots, old.slots):
             return None
         return self._content(node)
+
+    def _loader_entry(self, path: str, loader: DataLoader[Any]) -> dict[str, Any] | None:
+        """Workers that stay alive between passes have to be started before the script's next pass.
+
+        They would have the data set as it is now, and not as it was when they were started.
+        """
+        if loader._iterator is None:
+            return None
+        of_rows = type(loader._iterator._index_sampler).__name__ == "RowBatchSampler"
+        is_random = not of_rows and not is_deterministic(loader.dataset)
+        if is_random or self._has_changed(loader.dataset):
+            raise CannotSaveScriptError.of_variable(
+                path,
+                loader,
+                "has persistent workers, which keep a state of their own; "
+                "pass no persistent_workers",
+            )
+        return {"kind": Kind.LOADER.value}
+
+    def _has_changed(self, value: Any) -> bool:
+        """Whether an object, or one that it leads to, is not as it was before."""
+        seen: set[int] = set()
+        waiting = [value]
+        while waiting:
+            node = self._now.nodes.get(id(waiting.pop()))
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            old = self._before.nodes.get(id(node.value))
+            if old is None or self._changed(node, old) is not None:
+                return True
+            waiting += [entry for _, entry in node.slots]
+        return False
 
     def _leaf(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
@@ -235,20 +268,6 @@ def find_named(name: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
-
-
-def _loader_entry(path: str, loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Workers that stay alive between passes have to be started before the script's next pass."""
-    if loader._iterator is None:
-        return None
-    of_rows = type(loader._iterator._index_sampler).__name__ == "RowBatchSampler"
-    if not of_rows and not is_deterministic(loader.dataset):
-        raise CannotSaveScriptError.of_variable(
-            path,
-            loader,
-            "has persistent workers, which keep a state of their own; pass no persistent_workers",
-        )
-    return {"kind": Kind.LOADER.value}
 
 
 def _has_same(slots: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> bool:

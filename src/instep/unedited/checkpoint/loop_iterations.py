@@ -160,6 +160,7 @@ class _Loop:
         assert self._before is not None
         restore(state["script"], self._before)
         problems = self._files.restore(state["files"])
+        self._has_saved = True
         self._iteration = state["position"]["iteration"]
         self._first = state["position"].get("first")
         _restore_streams(state["streams"])
