@@ -5,6 +5,7 @@ objects that a forward changes.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -609,3 +611,150 @@ def test_a_sharded_output_that_each_rank_needs_whole_has_the_whole_gradient() ->
         found = gradients_through_memory(encoder, decoder)
     assert modules.call_counts.sharded == 8
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------ arrays, and lists of samples
+
+
+class OfArrays(Around):
+    def forward(self, batch: dict[str, Any], scale: Any = 1) -> Tensor:
+        x, weights = torch.from_numpy(batch["x"]), torch.tensor(batch["weights"])
+        return self.body(x) * weights[:, None] * scale
+
+
+def arrays(log: Log) -> None:
+    model = OfArrays(nn.BatchNorm1d(8), nn.Dropout(0.3))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        batch = {"x": x.numpy(), "weights": np.linspace(0.5, 1, len(x))}
+        return F.cross_entropy(model(batch, np.float64(2)), y)
+
+    train(log, model, step)
+
+
+class OfSamples(Around):
+    """As detectors: gets an image and a target for each sample, returns losses, or a dict for
+    each image."""
+
+    def __init__(self, *, pads: bool = False) -> None:
+        super().__init__(nn.BatchNorm1d(8))
+        self.pads = pads
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        longest = max(map(len, images))
+        if self.pads:
+            images = [F.pad(image, (0, 0, 0, longest - len(image))) for image in images]
+        scores = self.body(torch.stack([torch.tanh(image).mean(0) for image in images]))
+        if targets is None:
+            return [{"scores": row[row > 0], "most": row.argmax()} for row in scores]
+        labels = torch.stack([target["label"] for target in targets])
+        return {"label": F.cross_entropy(scores, labels), "size": scores.square().mean()}
+
+
+def images_of(x: Tensor, *, lengths: int, least: int = 3) -> list[Tensor]:
+    """Of each row an image: of so many lines at least, and so many different lengths."""
+    ends = enumerate(least + k % lengths for k in range(len(x)))
+    return [torch.stack([x[k] * line for line in range(end)]) for k, end in ends]
+
+
+def images(log: Log, kind: type[Any]) -> None:
+    model, shown = OfSamples(), []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        targets = [{"label": label, "boxes": torch.ones(k, 4)} for k, label in enumerate(y)]
+        losses = model(kind(images_of(x, lengths=4)), targets)
+        model.eval()
+        with torch.no_grad():
+            shown.append(model(kind(images_of(x, lengths=4))))
+        model.train()
+        loss: Tensor = sum(losses.values())
+        return loss + sum(each["most"] for each in shown[-1]) + shown[-1][-1]["scores"].numel()
+
+    train(log, model, step)
+
+
+def padded_images(log: Log) -> None:
+    """In the first steps all of a batch are as long: longer in each of more steps than shapes are
+    compared anew. Then their lengths differ."""
+    model, steps = OfSamples(pads=True), []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        steps.append(0)
+        targets = [{"label": label} for label in y]
+        lengths = 1 if len(steps) < 7 else len(x)
+        given = images_of(x, lengths=lengths, least=3 + len(steps))
+        loss: Tensor = sum(model(given, targets).values())
+        return loss
+
+    train(log, model, step, steps=8)
+
+
+class Listing(Around):
+    def forward(self, samples: list[Tensor]) -> list[Tensor]:
+        return [self.body(sample) for sample in samples]
+
+
+class Joining(Around):
+    def forward(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack([self.body(F.pad(sample, (0, 3))).mean(0) for sample in samples])
+
+
+def lists_with_gradients(log: Log) -> None:
+    first, second = Listing(), Joining()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        features = first(images_of(x, lengths=3))
+        return F.cross_entropy(second(features), y) + features[-1].square().mean()
+
+    train(log, nn.ModuleList([first, second]), step)
+
+
+class OfWords(Around):
+    def forward(self, texts: list[Any]) -> Tensor:
+        lengths = [[len(word) for word in text] for text in texts]
+        numbers = [[sum(each), max(each), min(each), len(each), 0, 1] for each in lengths]
+        return self.body(torch.tensor(numbers).double())
+
+
+def words(log: Log) -> None:
+    model = OfWords()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        texts = [["a" * (k % 4 + 1)] * (int(label) + 1) for k, label in enumerate(y)]
+        return F.cross_entropy(model(texts), y)
+
+    train(log, model, step)
+
+
+LISTS: dict[str, tuple[Any, ...]] = {
+    "dicts of arrays": (arrays, True),
+    "lists of images": (images, True, list),
+    "tuples of images": (images, True, tuple),
+    "images that are padded": (padded_images, None),
+    "lists with gradients": (lists_with_gradients, True),
+    "lists of words": (words, True),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_arrays_and_lists_with_an_entry_for_each_sample_are_sharded(name: str) -> None:
+    training, is_sharded, *args = LISTS[name]
+    same_as_one_process(
+        _with_arguments, training, is_sharded, *args, sizes=(2, 3), dtype=torch.float64
+    )
+
+
+@ranks(2)
+def test_a_nested_tensor_is_named() -> None:
+    class OfNested(Around):
+        def forward(self, nested: Tensor) -> Tensor:
+            return torch.stack([self.body(sample).mean(0) for sample in nested.unbind()])
+
+    samples = [torch.randn(2, 6), torch.randn(3, 6)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's: a prototype
+        nested = torch.nested.nested_tensor(samples, layout=torch.strided)
+    with sharding() as log:
+        OfNested()(nested)
+    if instep.rank == 0:
+        assert "OfNested whole where it is given a nested tensor; other" in log.getvalue()

@@ -12,6 +12,7 @@ import types
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from itertools import repeat
 from typing import Any, Generic
 from zlib import crc32
 
@@ -31,6 +32,7 @@ PLAIN = (str, bytes, bool, int, float, complex, type(None))
 SEQUENCES = (list, tuple, deque, set, frozenset)
 _BASES = (OrderedDict, defaultdict, dict, list, tuple, types.SimpleNamespace, object)
 _VALUES = (*PLAIN, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size)
+_ONE_LEAF = "one leaf"
 _NO_CONTENTS = (*_VALUES, Tensor, nn.Module, type, types.FunctionType, types.ModuleType)
 
 
@@ -50,28 +52,37 @@ class Node:
 Structure = Node | None
 
 
-def flatten(value: Any) -> tuple[list[Any], Structure]:
+def flatten(value: Any, like: Structure = None) -> tuple[list[Any], Structure]:
     """The leaves of a nested value, and its structure.
 
-    A list or tuple of plain values (strings, numbers) is one leaf: see `is_column`.
+    A list or tuple of plain values (strings, numbers) is one leaf: see `is_column`. So is one that
+    is one leaf of `like` (see `one_leaf`).
     """
     leaves: list[Any] = []
-    return leaves, _flatten(value, leaves, ())
+    return leaves, _flatten(value, leaves, (), like=like)
 
 
-def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+def flatten_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Structure]:
     """`flatten` for a call's arguments; their structure builds the pair (args, kwargs).
 
-    A cache is one leaf: the call changes it.
+    A cache is one leaf: the call changes it. So is what `is_leaf` says.
     """
     leaves: list[Any] = []
-    places = [_flatten(value, leaves, (), is_leaf=is_cache) for value in (*args, *kwargs.values())]
+    is_one = is_cache if is_leaf is None else lambda value: is_cache(value) or is_leaf(value)
+    places = [_flatten(value, leaves, (), is_leaf=is_one) for value in (*args, *kwargs.values())]
     count, names = len(args), tuple(kwargs)
 
     def build(values: list[Any]) -> Any:
         return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
 
     return leaves, Node(tuple, (count, names), tuple(places), build)
+
+
+def one_leaf(kind: type) -> Node:
+    """The structure of a list or tuple of this type that is one leaf, whatever is in it."""
+    return Node(kind, _ONE_LEAF, (None,), lambda children: children[0])
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
@@ -162,7 +173,11 @@ def _flatten(
     leaves: list[Any],
     above: tuple[int, ...],
     is_leaf: Callable[[Any], bool] | None = None,
+    like: Structure = None,
 ) -> Structure:
+    if like is not None and like.keys == _ONE_LEAF and like.type is type(value):
+        leaves.append(value)
+        return like
     if isinstance(value, Tensor) or is_value(value) or id(value) in above or is_column(value):
         leaves.append(value)
         return None
@@ -172,7 +187,11 @@ def _flatten(
         return None
     keys, children, build = parts
     above = (*above, id(value))
-    inside = tuple(_flatten(child, leaves, above, is_leaf) for child in children)
+    likes = like.children if like and len(like.children) == len(children) else repeat(None)
+    inside = tuple(
+        _flatten(child, leaves, above, is_leaf, its_like)
+        for child, its_like in zip(children, likes, strict=False)
+    )
     return Node(tuple if _is_named_tuple(type(value)) else type(value), keys, inside, build)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.division import max_rows, shapes_of
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.region import call_state
@@ -59,5 +59,5 @@ def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
     """How many rows this batch has; 0 where it cannot be said."""
     if plan is not None:
         return plan.division.count_rows(call.leaves) or 0
-    sizes = [max(x.shape[:2]) for x in call.leaves if isinstance(x, Tensor) and x.dim()]
-    return max(sizes, default=0)
+    sizes = [max(shape[:2]) for shape in shapes_of(call.leaves) if shape]
+    return max([max_rows(call.leaves), *call.list_lengths(), *sizes])

@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,18 +21,23 @@ from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.outermost_call import call_outermost, sharding_parts
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.division import has_rows
 from instep.unedited.sharded_call.plan.module_properties import (
     has_parameters,
     has_work,
     ignore_grad_warnings,
 )
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.whole_report import reset_reported
+from instep.unedited.sharded_call.whole_report import report_whole, reset_reported
 
+_NESTED = WholeReason(
+    "where it is given a nested tensor; other calls are not affected", ReasonKind.OF_ARGUMENTS
+)
 _IDLE_CALLS = 256
 """After so many whole calls it is looked whether any other call still draws for the whole batch."""
 
@@ -84,8 +90,14 @@ def _call(
     ):
         return original(module, *args, **kwargs)
     call = BoundCall.of(original, module, args, kwargs)
-    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    if not tensors or any(tensor.is_nested for tensor in tensors):
+    if any(tensor.is_nested for tensor in call.tensors):
+        if not call_state.whole_depth:
+            report_whole(module, _NESTED)
+            call_counts.whole += 1
+        with sharding_parts(module):
+            return original(module, *args, **kwargs)
+    has_tensors = any(isinstance(leaf, Tensor | np.ndarray) for leaf in call.leaves)
+    if not (has_tensors or any(map(has_rows, call.leaves))):
         return original(module, *args, **kwargs)
     name = "forward" if torch.is_grad_enabled() else "evaluation"
     with call_state.calling(), ignore_grad_warnings(call.parts), phase(name):

@@ -66,6 +66,7 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if why := _find_obstacle(call):
         report_whole(call.module, why)
         return _run_whole(call)
+    call = plan_cache.read(call)
     entry = plan_cache.lookup(call, group)
     entry.calls += 1
     entry.drop_moved_plan()
@@ -88,6 +89,9 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if entry.plan is None and is_lazy(call.module):  # as nn.LazyLinear before its first call
         return _run_whole(call)
     result = _run_planned(call, entry, tuner, group, hooks)
+    if result.reading is not None and result.reading.structure != call.structure:
+        call = result.reading
+        plan_cache.note_reading(entry, call, group)
     entry.plan, entry.why_whole = result.plan, result.why_whole
     if result.why_whole is not None:
         plan_cache.compare_others(entry, call.module)
@@ -129,7 +133,7 @@ def _run_planned(
 ) -> CallResult:
     """Make a call that may be sharded, and learn whether those that follow may be."""
     plan = entry.plan
-    is_new = entry.is_new(call) or hooks != entry.hooks
+    is_new = entry.is_new(call, group.size) or hooks != entry.hooks
     entry.hooks = hooks
     is_timed = tuner is not None and tuner.is_due
     if plan is None or is_new or is_timed:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
-from instep.training.pytree import is_column, leaves_in_caches, unflatten
+from instep.training.pytree import flatten, is_column, leaves_in_caches, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.other_arguments import (
@@ -30,12 +30,13 @@ from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import (
     OutputPlan,
     ShardingPlan,
     candidate_outputs,
+    with_entries,
 )
 from instep.unedited.sharded_call.plan.stored_parameters import (
     StoredParameter,
@@ -45,6 +46,7 @@ from instep.unedited.sharded_call.run.argument_writes import Unset, write_back
 from instep.unedited.sharded_call.run.execution import (
     LocalOutputs,
     join_output,
+    leaves_of_output,
     run_local,
 )
 from instep.unedited.sharded_call.run.mappings import memory_order
@@ -55,7 +57,7 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_equal,
     is_subclass,
 )
-from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
+from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
@@ -83,6 +85,8 @@ class CallComparison:
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
+        self._structure = self.reference.structure
+        """Of what it returns, with lists that have one entry for each row as one leaf."""
         self._is_proof = False
         """Whether its arguments and gradients are such that they tell rows apart."""
         self._has_foreign_leaf = False
@@ -90,6 +94,10 @@ class CallComparison:
         self.progress = (0, 0)
         """How far the last sharded call was the same: `_HAS_RUN` and so on, and of a call that has
         run, how many of its outputs were right."""
+
+    def read_as(self, call: BoundCall) -> None:
+        """Divide the arguments as they are read in this one of the same calls."""
+        self.call = self.reference.call = replace(call, kept=self.call.kept)
 
     def accept_rounding(self, plan: ShardingPlan) -> None:
         """With this plan it is the same in a higher precision; its own may round as it does."""
@@ -159,7 +167,7 @@ class CallComparison:
         has_different_rows = division.has_different_rows(call.leaves)
         self._is_proof = has_different_rows and reference.has_finite_gradients()
         region, local, start = self._run(division, group)
-        after = Snapshot(call.module, call.leaves)
+        after = Snapshot(call.module, call.tensors)
         why = self._tolerances.find_difference(after) or self._find_foreign_leaf(local, start)
         outputs = self._plan_outputs(local, region, why)
         self.progress = (_HAS_OUTPUTS, 0)
@@ -168,7 +176,9 @@ class CallComparison:
         self.progress = ONLY_GRADIENTS_DIFFER
         plan = self._make_plan(outputs, region)
         tag_outputs(chain(*local), region)
-        if not self._tolerances.matches_gradients(_join(local, plan, region)):
+        pairs = zip(_join(local, plan, region), plan.outputs, strict=True)
+        flat = [leaf for joined, how in pairs for leaf in leaves_of_output(joined, how)]
+        if not self._tolerances.matches_gradients(flat):
             raise ShardedCallError("its gradients are not those of the whole batch")
         self.progress = (_HAS_GRADIENTS, 0)
         joined = _join(local, plan, region)
@@ -209,7 +219,14 @@ class CallComparison:
             region, local, structure = run()
         if effects.first is PRINTS and not compiles:
             raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
-        if structure != reference.structure:
+        self._structure = reference.structure
+        if structure != reference.structure and not group.is_virtual:
+            self._structure = with_entries(reference.structure, structure, region.blocks[0])
+            outputs, structure = flatten(
+                unflatten([parts[0] for parts in local], structure), self._structure
+            )
+            local = [(output,) for output in outputs]
+        if structure != self._structure:
             raise ShardedCallError("its outputs have another structure for a part of the batch")
         return region, local, 0 if group.is_virtual else start  # threads of shards begin with 0
 
@@ -231,21 +248,52 @@ class CallComparison:
     ) -> tuple[OutputPlan, ...]:
         """How each becomes that of the whole forward. Raises ShardedCallError, which says `why` the
         call is not the same if that is known."""
-        in_caches = leaves_in_caches(self.reference.structure)  # of which nobody reads most
+        reference = self.reference
+        in_caches = leaves_in_caches(reference.structure)  # of which nobody reads most
         # Joined at once, an output would be no part of the graph of another one. Tensors that are
         # kept may be read by nobody, either.
-        first_kept = len(local) - self.reference.count_kept
+        first_kept = len(reference.outputs) - reference.count_kept
         outputs: tuple[OutputPlan, ...] = ()
-        for k, (parts, is_used) in enumerate(
-            zip(local, self.reference.used_by_others, strict=True)
-        ):
+        k = 0
+        for parts, count in zip(local, self._count_leaves(), strict=True):
             self.progress = _HAS_RUN, k
             try:
-                plan = self._plan_output(parts, k, region, in_caches[k])
+                if count is None:
+                    plan = self._plan_output(parts, k, region, in_caches[k])
+                else:
+                    plan = self._plan_entries(parts, k, count, region)
             except ShardedCallError as error:
                 raise ShardedCallError(why or str(error)) from None
+            is_used = reference.used_by_others[k]
             outputs += (replace(plan, is_lazy=in_caches[k] or k >= first_kept or is_used),)
+            k += 1 if count is None else count
         return outputs
+
+    def _count_leaves(self) -> list[int | None]:
+        """Of each output the number of its leaves if it is a list with one entry for each row."""
+        reference = self.reference
+        whole = unflatten(reference.outputs, reference.structure)
+        outputs, _ = flatten(whole, self._structure)
+        return [len(leaves_of(out)) if is_entries(out) else None for out in outputs]
+
+    def _plan_entries(self, parts: Sequence[Any], k: int, count: int, region: Region) -> OutputPlan:
+        """As `_plan_output`, for a list with one entry for each row, and `count` leaves from the
+        `k`-th output on."""
+        plan = OutputPlan("entries", has_values=False)
+        leaves = leaves_of_output(join_output(detached(parts), plan, region), plan)
+        whole = self.reference.outputs[k : k + count]
+        if len(leaves) != count:
+            raise ShardedCallError("the entries of a list that it returns depend on the others")
+        for place, (own, of_whole) in enumerate(zip(leaves, whole, strict=True), start=k):
+            if isinstance(of_whole, Tensor) and isinstance(own, Tensor):
+                has_shape = own.shape == of_whole.shape
+                is_same = has_shape and self._tolerances.matches_output(place, own)
+            else:
+                is_same = type(own) is type(of_whole) and is_equal(own, of_whole)
+            if not is_same:
+                raise ShardedCallError("a list that it returns is not that of the whole batch")
+        values = any(isinstance(x, Tensor) and _has_values(x) for x in whole)
+        return replace(plan, has_values=self._is_proof and values)
 
     def _make_plan(self, outputs: tuple[OutputPlan, ...], region: Region) -> ShardingPlan:
         """Collective. Raises ShardedCallError where ranks add up over rows in other places."""
@@ -254,7 +302,7 @@ class CallComparison:
         return ShardingPlan(
             region.division,
             outputs,
-            reference.structure,
+            self._structure,
             reference.is_random or bool(generators),  # its own may begin to draw later
             generators,
             region.row_dims.found,
@@ -262,7 +310,7 @@ class CallComparison:
             reference.changes_attributes,
             self.stored or (),
             self.call.kept,
-            _agreed_sums(self.sums, region.group),
+            self.sums.same_places(region.group.transport) if self.sums else None,
         )
 
     def _plan_output(
@@ -315,19 +363,6 @@ class CallComparison:
         raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
 
 
-def _agreed_sums(sums: RowSums | None, group: ShardGroup) -> frozenset[Place] | None:
-    """The places of sums without rows, if they are the same on all ranks. Collective.
-
-    Raises ShardedCallError where they are not.
-    """
-    if sums is None:
-        return None
-    places = group.transport.all_gather_object(sums.without_rows)
-    if places[0] is None or any(each != places[0] for each in places):
-        raise ShardedCallError("some of its sums go over rows in some calls only")
-    return places[0]
-
-
 def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
     return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
 
@@ -352,6 +387,6 @@ def _uses_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference)
     if not leaves:
         return leaves is None
     call = reference.call
-    known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
+    known = {id(t) for t in (*nn.Module.parameters(call.module), *call.tensors)}
     others = {id(leaf) for leaf in reference.leaves()} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)

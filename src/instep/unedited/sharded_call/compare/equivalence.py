@@ -23,7 +23,12 @@ from instep.unedited.sharded_call.compare.higher_precision import (
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
+from instep.unedited.sharded_call.plan.division import (
+    Division,
+    candidate_divisions,
+    has_other_lengths,
+    is_entries,
+)
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
@@ -33,6 +38,7 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _NO_BATCH = WholeReason("no batch among its arguments")
 _KEEPS_TENSORS = WholeReason("its forward sets attributes to tensors", ReasonKind.KEEPS_TENSORS)
+_MAX_READINGS = 3
 _RETURNS_OTHERS = WholeReason(
     "it returns something else than when its calls were first divided (another number of outputs, "
     "or others)"
@@ -55,7 +61,11 @@ def find_plan(call: BoundCall, group: ShardGroup, *, is_first: bool) -> CallResu
 def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGroup) -> CallResult:
     """As `find_plan`, unless `why` rules it out already."""
     reference = comparison.reference
-    divisions = list(candidate_divisions(comparison.call.leaves, at_least=group.size))
+    divisions = [
+        (reading, division)
+        for reading in _readings(comparison.call, group)
+        for division in candidate_divisions(reading.leaves, at_least=group.size)
+    ]
     if why is None:
         why = _compute_gradients(reference, group) if divisions else _NO_BATCH
     if why is not None:
@@ -66,16 +76,32 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
         kinds.insert(0 if reference.returns_scalar else 1, of_all)
         kinds.append(partial(of_all, only_floats=True))
     furthest, text = NOTHING_RIGHT, ""
-    for division in divisions:
+    for reading, division in divisions:
+        comparison.read_as(reading)
         for make_sums in kinds:
             comparison.sums = make_sums()
             found, reason = _try(comparison, division, group)
             if found is not None:
                 plan, output = found
-                return CallResult(output, plan)
-            if comparison.sums is None and (comparison.progress > furthest or not text):
+                return CallResult(output, plan, reading=reading)
+            is_read_so = any(map(is_entries, reading.leaves)) and furthest == NOTHING_RIGHT
+            if comparison.sums is None and (
+                comparison.progress > furthest or not text or is_read_so
+            ):
                 furthest, text = max(comparison.progress, furthest), reason
     return CallResult(reference.value(), None, WholeReason(text), is_sharded=False)
+
+
+def _readings(call: BoundCall, group: ShardGroup) -> list[BoundCall]:
+    """The call as it is read, and in other ways, likely ones first: as if some lists had an entry
+    for each sample, or as if none had."""
+    if group.is_virtual:
+        return [call]
+    counts = [count for count in call.list_lengths() if count >= group.size]
+    readings = map(call.by_entries, [*counts[:_MAX_READINGS], None])
+    others = [reading for reading in readings if reading.structure != call.structure]
+    is_last = any(has_other_lengths(leaf) for reading in others for leaf in reading.leaves)
+    return [*others, call] if is_last else [call, *others]
 
 
 def verify_plan(
@@ -90,7 +116,7 @@ def verify_plan(
         return replace(result, is_compared=True)
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
     if why is None:
-        is_changed = comparison.reference.structure != plan.structure
+        is_changed = not comparison.reference.has_structure(plan.structure)
         why = first_reason(_RETURNS_OTHERS if is_changed else None, group.transport)
     if plan.sums_without_rows is not None:
         comparison.sums = RowSums(None, plan.sums_without_rows)

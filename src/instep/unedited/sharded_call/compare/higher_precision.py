@@ -7,22 +7,24 @@ another rounding's (those of deep nets whose batch normalisation sees few number
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
 from instep.process.patching import replaced
 from instep.process.torch_private import fp32_precision, set_fp32_precision
+from instep.training.pytree import flatten, unflatten
 from instep.unedited.sharded_call.compare.call_comparison import CallComparison
 from instep.unedited.sharded_call.compare.rounding import SINGLE, float32_computed_in
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -134,8 +136,7 @@ def _run_whole_in_float32(call: BoundCall, group: ShardGroup) -> CallComparison 
 
 
 def _tensors_of(call: BoundCall) -> list[Tensor]:
-    arguments = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    return [*arguments, *nn.Module.parameters(call.module)]
+    return [*call.tensors, *nn.Module.parameters(call.module)]
 
 
 def _devices_of(call: BoundCall) -> list[str]:
@@ -178,11 +179,16 @@ def full_float32() -> Iterator[None]:
                 set_fp32_precision(*key, changed[key])
 
 
-def _converted(call: BoundCall, dtypes: Container[torch.dtype], to: torch.dtype) -> BoundCall:
+def _converted(call: BoundCall, dtypes: Sequence[torch.dtype], to: torch.dtype) -> BoundCall:
     """The same call with copies of its arguments of these dtypes."""
     copies: dict[int, Tensor] = {}
 
     def convert(leaf: Any) -> Any:
+        if is_entries(leaf):
+            inside, structure = flatten(leaf)
+            return unflatten(map(convert, inside), structure)
+        if isinstance(leaf, np.ndarray) and f"torch.{leaf.dtype}" in map(str, dtypes):
+            return leaf.astype(str(to).removeprefix("torch."))
         if not isinstance(leaf, Tensor) or leaf.dtype not in dtypes:
             return leaf
         if id(leaf) not in copies:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from instep.distributed.numbers import on_any_rank
 from instep.training.blocks import Block
-from instep.training.pytree import flatten, leaves_of
+from instep.training.pytree import flatten, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.reference import Reference
@@ -27,10 +28,12 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import probe_flow
+from instep.unedited.sharded_call.plan.division import is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import run_whole
 from instep.unedited.sharded_call.run.execution import join_output, run_planned
+from instep.unedited.sharded_call.run.region import Region
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
@@ -56,24 +59,27 @@ def holds_for_zeros(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     """
     generator = torch.Generator().manual_seed(0)
     call, before = reference.call, reference.before
-    for kept in (keep_half, keep_beginnings):
+    probes = [(keep_half, False), (keep_beginnings, False)]
+    probes += [(keep_half, True)] if any(map(is_entries, call.leaves)) else []
+    for kept, is_of_integers in probes:
         leaves = [
-            zeroed(leaf, dim, kept, generator)
+            zeroed(leaf, dim, kept, generator, only_integers=is_of_integers)
             for leaf, dim in zip(call.leaves, plan.division.dims, strict=True)
         ]
         other = call.with_leaves(leaves)
         before.restore()
         try:
-            wholes, structure = flatten(_values_of(other, reference))
+            wholes, structure = flatten(_values_of(other, reference), plan.structure)
             break
         except Exception:  # of the script's forward
-            if kept is keep_beginnings:
+            if (kept, is_of_integers) == probes[-1]:
                 raise
     before.restore()
     region, local, local_structure = run_planned(other, plan, group)
     return structure == local_structure and all(
-        not isinstance(whole, Tensor) or is_near(join_output(detached(parts), how, region), whole)
+        joined.shape == whole.shape and is_near(joined, whole)
         for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
+        for joined, whole in _tensor_pairs(parts, how, whole, region)
     )
 
 
@@ -142,7 +148,7 @@ def _probe(
     Raises ShardedCallError if they have another structure, and whatever the forward raises.
     """
     reference.before.restore()
-    wholes, structure = flatten(run_whole(call))
+    wholes, structure = flatten(run_whole(call), plan.structure)
     reference.before.restore()
     region, local, local_structure = run_planned(call, plan, group)
     if structure != local_structure:
@@ -152,7 +158,8 @@ def _probe(
         for k, (parts, how, whole) in enumerate(zip(local, plan.outputs, wholes, strict=True))
         if isinstance(whole, Tensor)
     ]
-    has_other_shapes = any(whole.shape != reference.outputs[k].shape for k, _, _, whole in outputs)
+    first, _ = flatten(unflatten(reference.outputs, reference.structure), plan.structure)
+    has_other_shapes = any(whole.shape != first[k].shape for k, _, _, whole in outputs)
     fit = all(
         _fits(part, whole, how, block)
         for _, parts, how, whole in outputs
@@ -201,6 +208,10 @@ def _with_other_values(
     leaf: Any, dim: int | None, factors: Sequence[float], generator: torch.Generator
 ) -> Any:
     """This argument with other values in its rows; without rows in `dim` as it is."""
+    if is_entries(leaf):
+        return _mapped(leaf, lambda x, k: _times(x, factors[k % len(factors)]))
+    if isinstance(leaf, np.ndarray):
+        return _mapped(leaf, lambda x, _: _with_other_values(x, dim, factors, generator))
     if dim is None or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return leaf
     if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -211,9 +222,53 @@ def _with_other_values(
     return leaf.detach() * of_rows.view(shape).to(leaf)
 
 
-def zeroed(leaf: Any, dim: int | None, kept: Kept, generator: torch.Generator) -> Any:
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x.detach() * factor if x.is_floating_point() else x
+
+
+def _mapped(leaf: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
+    """This array, or this list with one entry for each row, with `function` applied to each tensor
+    and array, and the number of its entry."""
+
+    def of_value(value: Any, number: int) -> Any:
+        if isinstance(value, Tensor):
+            return function(value, number)
+        if isinstance(value, np.ndarray):
+            with suppress(TypeError):  # of a dtype that torch has not
+                return function(torch.tensor(value, device="cpu"), number).numpy()
+        return value
+
+    if not is_entries(leaf):
+        return of_value(leaf, 0)
+    entries = [flatten(entry) for entry in leaf]
+    return type(leaf)(
+        unflatten([of_value(x, number) for x in leaves], structure)
+        for number, (leaves, structure) in enumerate(entries)
+    )
+
+
+def zeroed(
+    leaf: Any,
+    dim: int | None,
+    kept: Kept,
+    generator: torch.Generator,
+    *,
+    only_integers: bool = False,
+) -> Any:
     """This argument with zeros where `kept` says so; without rows in `dim` as it is."""
+    if dim is not None and is_entries(leaf):
+
+        def zeroed_entry(x: Tensor, number: int) -> Tensor:
+            return zeroed(x[None], 0, kept, generator, only_integers=only_integers)[0]  # type: ignore[no-any-return]
+
+        return _mapped(leaf, zeroed_entry)
+    if isinstance(leaf, np.ndarray):
+        return _mapped(
+            leaf, lambda x, _: zeroed(x, dim, kept, generator, only_integers=only_integers)
+        )
     if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return leaf
+    if only_integers and leaf.is_floating_point():
         return leaf
     mask = kept(leaf.shape, dim, generator).to(leaf.device)
     return leaf.where(mask, torch.zeros_like(leaf))
@@ -236,9 +291,25 @@ def keep_beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) 
     return torch.arange(length, device="cpu").view(of_elements) < lengths.view(of_rows)
 
 
+def _tensor_pairs(
+    parts: Sequence[Any], how: OutputPlan, whole: Any, region: Region
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of a joined output and of the whole one, if they are as many."""
+    if isinstance(whole, Tensor):
+        yield join_output(detached(parts), how, region), whole
+    elif how.placement == "entries":
+        joined, wholes = leaves_of(join_output(detached(parts), how, region)), leaves_of(whole)
+        for one, other in zip(joined, wholes, strict=True):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                yield one, other
+
+
 def detached(parts: Sequence[Any]) -> list[Any]:
-    """These parts of an output without their graphs."""
-    return [part.detach() for part in parts]
+    """These parts of an output, tensors or lists with one entry for each row, without graphs."""
+    return [
+        _mapped(part, lambda x, _: x.detach()) if is_entries(part) else part.detach()
+        for part in parts
+    ]
 
 
 @contextmanager

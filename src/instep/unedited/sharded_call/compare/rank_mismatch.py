@@ -7,17 +7,20 @@ that no seed reaches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
-from instep.training.pytree import is_column
+from instep.training.pytree import is_column, leaves_of
+from instep.unedited.sharded_call.plan.division import is_entries
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
@@ -33,16 +36,20 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
         leaves: the arguments of the call.
     """
     tensors = [*nn.Module.parameters(module), *module.buffers()]
-    return _mismatch({"its parameters are": tensors, _ARGUMENTS: leaves}, transport)
+    return _mismatch({"its parameters are": tensors, _ARGUMENTS: _inside(leaves)}, transport)
 
 
 def arguments_mismatch(leaves: Sequence[Any], transport: Transport) -> str | None:
     """As `first_mismatch`, of the arguments alone. Collective."""
-    return _mismatch({_ARGUMENTS: leaves}, transport)
+    return _mismatch({_ARGUMENTS: _inside(leaves)}, transport)
+
+
+def _inside(leaves: Sequence[Any]) -> list[Any]:
+    return [each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else (leaf,))]
 
 
 def _mismatch(parts: Mapping[str, Sequence[Any]], transport: Transport) -> str | None:
-    mine = [[_summary(value) for value in values] for values in parts.values()]
+    mine = [list(map(_summary, values)) for values in parts.values()]
     by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
         first = by_rank[0][k]
@@ -89,7 +96,14 @@ class _Summary:
 
 
 def _summary(value: Any) -> _Summary:
-    """The summary of a tensor or a plain number; of a sharded output there are no copies."""
+    """The summary of a tensor, an array or a plain number; of a sharded output there are no
+    copies."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        if value.dtype.kind in "fc" and value.dtype.isnative and value.dtype.itemsize <= 16:
+            with suppress(TypeError):  # of a dtype that torch has not
+                return _summary(torch.tensor(value, device="cpu"))
+        bits = crc32(np.ascontiguousarray(value).view(np.uint8).data) if value.size else 0
+        return _Summary((value.shape, value.dtype.str, bits))
     if isinstance(value, bool | int | float | str) or is_column(value):
         return _Summary(repr(value))
     if not isinstance(value, Tensor) or isinstance(value, ShardedOutput):

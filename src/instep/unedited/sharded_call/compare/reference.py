@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from instep.training.autograd_graph import used_by_others
-from instep.training.pytree import ValueSnapshot, find_tensors, flatten, leaves_of
+from instep.training.pytree import (
+    Structure,
+    ValueSnapshot,
+    find_tensors,
+    flatten,
+    leaves_of,
+    unflatten,
+)
 from instep.unedited.sharded_call.compare.rounding import (
     Products,
     VectorJacobianProducts,
@@ -44,8 +51,8 @@ class Reference:
     """The whole forward of a call: its outputs, their gradients, and the state that it left."""
 
     def __init__(self, call: BoundCall) -> None:
-        self.before = Snapshot(call.module, call.leaves)
-        self.before.note_values(call.module, call.leaves)
+        self.before = Snapshot(call.module, call.tensors)
+        self.before.note_values(call.module, call.tensors)
         attributes = TensorAttributes(call)
         watch = ArgumentWatch(call, call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
@@ -64,7 +71,7 @@ class Reference:
         self._side_effect = None if calls is None else effects.first
         """What it does that cannot be undone."""
         self._outside_change = None if calls is None else calls.find_change()
-        self.after = Snapshot(call.module, call.leaves)
+        self.after = Snapshot(call.module, call.tensors)
         found = attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
@@ -129,9 +136,15 @@ class Reference:
             return self._outside_change
         return WholeReason("its forward changes its arguments") if self._changes_arguments else None
 
+    def has_structure(self, structure: Structure) -> bool:
+        """Whether what it returns has this structure, in which some lists may be one leaf."""
+        if structure == self.structure:
+            return True
+        return flatten(unflatten(self.outputs, self.structure), structure)[1] == structure
+
     def uses_older(self) -> bool:
         """Whether it was computed from something that is no argument and was computed before."""
-        return find_leaves(self.outputs, self._start, self.call.leaves) is None
+        return find_leaves(self.outputs, self._start, self.call.tensors) is None
 
     def compute_gradients(self) -> None:
         """Compute its gradients now, while what autograd has saved is as it was.
@@ -195,4 +208,4 @@ class Reference:
 
 
 def _require_gradients(call: BoundCall) -> list[bool]:
-    return [leaf.requires_grad for leaf in call.leaves if isinstance(leaf, Tensor)]
+    return [tensor.requires_grad for tensor in call.tensors]

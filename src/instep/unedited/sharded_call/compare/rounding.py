@@ -249,7 +249,7 @@ class VectorJacobianProducts:
             else:
                 of_scalars[k] = (1 + torch.rand((), generator=generator, device="cpu")).to(out)
         parameters = [p for p in nn.Module.parameters(call.module) if p.requires_grad]
-        inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
+        inputs = [x for x in call.tensors if x.requires_grad]
         targets = list({id(t): t for t in (*parameters, *inputs)}.values())
         return cls(tuple(each for each in (of_others, of_scalars) if each), targets)
 

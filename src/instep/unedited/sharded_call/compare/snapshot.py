@@ -50,9 +50,9 @@ def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class Snapshot:
-    """The state before or after a forward of `module` with these arguments."""
+    """The state before or after a forward of `module` with these tensors among its arguments."""
 
-    def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
+    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
         self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._made = {
             *self._names,
@@ -75,7 +75,6 @@ class Snapshot:
         }
         """Those of a module that moves frozen parameters are among them."""
         self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = {
             "its input": [t._version for t in inputs if not t.is_inference()],
             **{
@@ -86,11 +85,11 @@ class Snapshot:
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""
 
-    def note_values(self, module: nn.Module, leaves: list[Any]) -> None:
+    def note_values(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Note what the forward must not change by `.data`, too: that has no new version."""
         own = {id(tensor) for tensor in (*nn.Module.parameters(module), *module.buffers())}
-        inputs = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, ShardedOutput)]
-        kept = {"its input": inputs, **_parameters_of(module)}
+        plain = [x for x in inputs if not isinstance(x, ShardedOutput)]
+        kept = {"its input": plain, **_parameters_of(module)}
         for key, (tensor, path, _) in self.graph.tensors.items():
             if key not in own:
                 is_variable = path.startswith(("variable", "global variable"))

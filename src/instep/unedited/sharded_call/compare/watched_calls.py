@@ -23,7 +23,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts, with_tensor_attributes
-from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.run.execution import leaves_of_output, run_sharded
 from instep.unedited.sharded_call.run.sharded_output import is_zero
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
@@ -36,7 +36,7 @@ def run_watched(
     It does so, too, where it prints, writes files, or fails for the rows of some ranks.
     Collective. Raises ShardedCallError if it has changed tensors among its arguments in place.
     """
-    before, seen = Snapshot(call.module, call.leaves), versions(call.leaves)
+    before, seen = Snapshot(call.module, call.tensors), versions(call.tensors)
     dicts = ArgumentDicts(call)
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
@@ -52,7 +52,7 @@ def run_watched(
             effects.show_warnings()
             return CallResult(output, planned)
         plan = planned
-    elif on_any_rank(versions(call.leaves) != seen, group.transport):
+    elif on_any_rank(versions(call.tensors) != seen, group.transport):
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
     effects.reset_warnings()
     before.restore()
@@ -63,9 +63,10 @@ def run_watched(
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:
     """Whether an output is not zero that had no values whenever it was compared. What a forward has
     written into its arguments is not looked at."""
-    outputs, _ = flatten(output)
+    outputs, _ = flatten(output, plan.structure)
     return len(outputs) == len(plan.outputs) and any(
-        not (how.has_values or is_zero(out)) for out, how in zip(outputs, plan.outputs, strict=True)
+        not (how.has_values or all(map(is_zero, leaves_of_output(out, how))))
+        for out, how in zip(outputs, plan.outputs, strict=True)
     )
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from instep.process.patching import Function
-from instep.training.pytree import Structure, flatten_arguments, unflatten
+from instep.training.pytree import (
+    Structure,
+    flatten,
+    flatten_arguments,
+    is_column,
+    is_value,
+    unflatten,
+)
 from instep.unedited.sharded_call.plan.control_flow import begin_forward
+from instep.unedited.sharded_call.plan.division import (
+    has_text,
+    is_entries,
+    is_list_of,
+    tensors_in,
+)
 from instep.unedited.sharded_call.plan.module_properties import parts_of
 
+MAX_FLAGS = 64
 AttributePlace = tuple[int, str]
 """Which of a call's parts, and the name of an attribute there."""
 
@@ -45,10 +60,32 @@ class BoundCall:
         return list(parts_of(self.module))
 
     @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Those among its arguments."""
+        return [tensor for leaf in self.leaves for tensor in tensors_in(leaf)]
+
+    @cached_property
     def is_on_accelerator(self) -> bool:
         """Whether any of its arguments or the module's parameters is not on the CPU."""
-        tensors = [x for x in self.leaves if isinstance(x, Tensor)]
-        return any(not x.is_cpu for x in (*tensors, *nn.Module.parameters(self.module)))
+        return any(not x.is_cpu for x in (*self.tensors, *nn.Module.parameters(self.module)))
+
+    def list_lengths(self) -> list[int]:
+        """The different lengths of lists among its arguments that hold more than plain values."""
+        found: dict[int, None] = {}
+        waiting = [child for child in self.structure.children if child] if self.structure else []
+        for node in waiting:
+            if node.type in (list, tuple) and isinstance(node.keys, int):
+                found[node.keys] = None
+            waiting += [child for child in node.children if child]
+        return list(found)
+
+    def by_entries(self, count: int | None) -> BoundCall:
+        """The same call, of whose arguments each list with `count` entries of one type is a leaf:
+        one that may have an entry for each sample. None: no list is."""
+        leaves, structure = flatten_arguments(
+            self.args, self.kwargs, lambda value: is_list_of(value, count)
+        )
+        return replace(self, leaves=leaves, structure=structure)
 
     def run_whole(self) -> Any:
         """Run it on the whole batch, with the script's own arguments, which it may change."""
@@ -74,3 +111,50 @@ class BoundCall:
             kwargs={name: function(value) for name, value in self.kwargs.items()},
             leaves=list(map(function, self.leaves)),
         )
+
+
+def kind_of(leaf: Any, rows: int) -> Any:
+    """The part of an argument that calls for a plan of its own; shapes, strings and numbers are
+    compared separately."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    if isinstance(leaf, np.ndarray):
+        return type(leaf), leaf.dtype, leaf.ndim
+    if is_entries(leaf):
+        return type(leaf), _kinds_of(leaf), None if len(leaf) == rows else len(leaf)
+    if is_column(leaf):
+        return type(leaf), has_text(leaf), None if len(leaf) == rows else len(leaf)
+    if isinstance(leaf, str | int | float | complex) and not isinstance(leaf, bool):
+        return type(leaf)
+    if isinstance(leaf, np.bool_):
+        return bool(leaf)
+    if is_value(leaf):
+        return leaf
+    # The flags of an object with options, such as argparse's.
+    options = getattr(leaf, "__dict__", None) or {}
+    flags = [(k, v) for k, v in list(options.items())[:MAX_FLAGS] if v is None or type(v) is bool]
+    return type(leaf), *flags
+
+
+def _kinds_of(entries: Sequence[Any]) -> list[Any]:
+    """What differs between these entries as between arguments that call for plans of their own."""
+    kinds: list[Any] = []
+    for entry in entries:
+        leaves, structure = flatten(entry)
+        kind = structure, [kind_of(x, len(x) if is_column(x) else 0) for x in leaves]
+        if kind not in kinds:
+            kinds.append(kind)
+    return kinds
+
+
+def is_text(leaf: Any, rows: int) -> bool:
+    """Whether this is a string, or strings, for the whole batch: where there is one per row, it is
+    data, as the rows are."""
+    return has_text(leaf) and not (is_column(leaf) and len(leaf) == rows)
+
+
+def is_number(leaf: Any, rows: int) -> bool:
+    """Whether this is a number, or numbers, for the whole batch."""
+    if is_column(leaf):
+        return not has_text(leaf) and len(leaf) != rows
+    return isinstance(leaf, int | float | complex | np.number) and not isinstance(leaf, bool)

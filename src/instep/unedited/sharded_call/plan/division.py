@@ -1,15 +1,22 @@
-"""How the rows of a call's arguments are divided."""
+"""How the rows of a call's arguments are divided.
+
+Rows are those of tensors and numpy arrays, and the entries of lists: of plain values (`is_column`),
+or, in a call that is read so (`BoundCall.by_entries`), of anything.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from instep.training.pytree import is_column
+from instep.training.blocks import Block
+from instep.training.pytree import is_column, is_value, leaves_of
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,48 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
                     yield Division(candidate, batch_dim)
 
 
+def is_list_of(value: Any, count: int | None) -> bool:
+    """Whether this is a list or tuple with so many entries, of one type, that are no plain
+    values."""
+    return (
+        type(value) in (list, tuple)
+        and len(value) == count
+        and not is_column(value)
+        and len({type(entry) for entry in value if entry is not None}) == 1
+    )
+
+
+def is_entries(leaf: Any) -> bool:
+    """Whether this leaf is a list or tuple that has one entry for each sample."""
+    return type(leaf) in (list, tuple) and not is_column(leaf)
+
+
+def has_other_lengths(leaf: Any) -> bool:
+    """Whether these entries differ in how many rows they have themselves: they are no batches."""
+    return is_entries(leaf) and len({shape[:1] for shape in shapes_of([leaf])}) > 1
+
+
+def tensors_in(leaf: Any) -> list[Tensor]:
+    """The tensors that are this leaf, or in its entries."""
+    inside = leaves_of(leaf) if is_entries(leaf) else (leaf,)
+    return [each for each in inside if isinstance(each, Tensor)]
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors and arrays among these, and in their entries."""
+    inside = (each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else [leaf]))
+    return tuple(tuple(each.shape) for each in inside if isinstance(each, Tensor | np.ndarray))
+
+
 def max_rows(leaves: Sequence[Any]) -> int:
-    """How many rows there are, if the batch is dimension 0."""
-    return max((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), default=0)
+    """How many rows there are, if the batch is dimension 0; of plain lists if there is nothing
+    else."""
+    return max(_sizes(leaves, 0), default=0)
 
 
 def count_elements(leaves: Sequence[Any]) -> int:
-    """How many elements the tensors among these have."""
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+    """How many elements the tensors and arrays among these have, and plain lists entries."""
+    return sum(map(_count, leaves))
 
 
 def has_text(leaf: Any) -> bool:
@@ -81,6 +122,45 @@ def has_text(leaf: Any) -> bool:
     return isinstance(leaf, str | bytes) or (
         isinstance(leaf, list | tuple) and any(map(has_text, leaf))
     )
+
+
+def size_differences(leaves: Sequence[Any], size: int) -> frozenset[tuple[int, int, str]]:
+    """Where the shards of this batch differ in the sizes of their entries, of `size` shards.
+
+    What is padded to the longest entry, or divided by the sum of their lengths, may be another one
+    for a part of such a batch, and be the same for a part of others.
+    """
+    rows = max_rows(leaves)
+    found = set()
+    for k, leaf in enumerate(leaves):
+        is_list = is_entries(leaf) or (is_column(leaf) and has_rows(leaf))
+        if not is_list or len(leaf) != rows or rows < size:
+            continue
+        by_entry = [_sizes_in(entry) for entry in leaf]
+        if len({len(sizes) for sizes in by_entry}) > 1:
+            found.add((k, -1, "count"))
+            continue
+        blocks = [Block(shard, size, rows) for shard in range(size)]
+        for place, sizes in enumerate(zip(*by_entry, strict=True)):
+            shards = [sizes[block.start : block.stop] for block in blocks]
+            longest = {tuple(map(max, zip(*of_shard, strict=False))) for of_shard in shards}
+            if len(longest) > 1:
+                found.add((k, place, "longest"))
+            of_row = {sum(map(math.prod, each)) / len(each) for each in shards}
+            if len(of_row) > 1:
+                found.add((k, place, "sum"))
+    return frozenset(found)
+
+
+def _sizes_in(entry: Any) -> list[tuple[int, ...]]:
+    """Of an entry the shapes of its tensors and arrays, and the lengths of strings and lists."""
+    sizes = []
+    for each in leaves_of(entry):
+        if isinstance(each, Tensor | np.ndarray):
+            sizes.append(tuple(each.shape))
+        elif isinstance(each, str | bytes) or is_column(each):
+            sizes.append((len(each),))
+    return sizes
 
 
 def _replicates_text(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
@@ -94,33 +174,64 @@ def _replicates_text(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
 
 
 def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
-    """The different sizes of tensors in this dimension."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim]
-    return list(dict.fromkeys(tensor.shape[dim] for tensor in tensors))
+    """The different numbers of rows that the batch may have, if they are in this dimension."""
+    lists = [len(leaf) for leaf in leaves if is_entries(leaf)]
+    if lists:
+        return list(dict.fromkeys(lists)) if dim == 0 else []
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    sizes = [array.shape[dim] for array in arrays if array.ndim > dim]
+    if not arrays and dim == 0:
+        sizes = [len(leaf) for leaf in leaves if has_rows(leaf)]
+    return list(dict.fromkeys(sizes))
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a batch may consist of this alone: a list of numbers is no batch."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.ndim > 0
+    return is_column(leaf) and (has_text(leaf) or not all(map(is_value, leaf)))
 
 
 def _has_equal_rows(leaf: Any, dim: int) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return not leaf.dtype.hasobject and bool(np.all(leaf == leaf.take([0], dim)))
+    if is_entries(leaf):
+        first, *others = ([x for x in leaves_of(entry) if isinstance(x, Tensor)] for entry in leaf)
+        return bool(first) and all(
+            len(own) == len(first) and all(map(torch.equal, own, first)) for own in others
+        )
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return False
     return torch.equal(leaf, leaf.narrow(dim, 0, 1).expand_as(leaf))
 
 
 def _is_square(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[0] == leaf.shape[1]
+    is_matrix = isinstance(leaf, Tensor | np.ndarray) and leaf.ndim == 2
+    return is_matrix and leaf.shape[0] == leaf.shape[1]
 
 
 def _size(leaf: Any, dim: int) -> int | None:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.shape[dim] if leaf.ndim > dim else None
+    return len(leaf) if is_column(leaf) or is_entries(leaf) else None
+
+
+def _count(leaf: Any) -> int:
     if isinstance(leaf, Tensor):
-        return leaf.shape[dim] if leaf.dim() > dim else None
-    return len(leaf) if is_column(leaf) else None
+        return leaf.numel()
+    if is_entries(leaf):
+        return sum(map(_count, leaves_of(leaf)))
+    if isinstance(leaf, np.ndarray):
+        return leaf.size
+    return len(leaf) if is_column(leaf) else 0
 
 
 def _dim_of(leaf: Any, total: int, batch_dim: int) -> int | None:
-    if is_column(leaf):
+    if is_column(leaf) or is_entries(leaf):
         return 0 if len(leaf) == total else None
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor | np.ndarray):
         return None
     for dim in (batch_dim, 1 - batch_dim):
-        if leaf.dim() > dim and leaf.shape[dim] == total:
+        if leaf.ndim > dim and leaf.shape[dim] == total:
             return dim
     return None

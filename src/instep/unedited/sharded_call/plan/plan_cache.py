@@ -13,20 +13,29 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.distributed.numbers import gather_values
 from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
-from instep.training.pytree import is_cache, is_column, is_value
+from instep.training.pytree import Structure, is_cache
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
-from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.bound_call import (
+    BoundCall,
+    is_number,
+    is_text,
+    kind_of,
+)
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
-from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
+from instep.unedited.sharded_call.plan.division import (
+    count_elements,
+    max_rows,
+    shapes_of,
+    size_differences,
+)
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import MOVED
@@ -35,7 +44,6 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 MAX_COMPARED = 4
 """Other shapes are compared anew this many times; after that they count among the samples."""
-MAX_FLAGS = 64
 MAX_TEXTS, MAX_ENTRIES = 16, 64
 """So many strings for the whole batch, and entries in all, are remembered of a module; calls
 of others are computed whole."""
@@ -65,6 +73,8 @@ class CacheEntry:
     """Whether its parts are sharded where it is whole: not those of a language model that
     generates, which compute one token of each row, and not those inside of a compiled graph."""
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    size_differences: frozenset[tuple[int, int, str]] = frozenset()
+    """Where shards had entries of other sizes than others in calls that were compared."""
     numbers: tuple[Any, ...] = ()
     """Those among the arguments of the last call."""
     changes: dict[int, int] = field(default_factory=dict)
@@ -111,13 +121,17 @@ class CacheEntry:
         size = ~count_elements(call.leaves).bit_length()
         return self.tuners.setdefault(size, CallTuner(begins_later=True))
 
-    def is_new(self, call: BoundCall) -> bool:
-        """Whether a call of these shapes and numbers is to be compared as the first one was."""
+    def is_new(self, call: BoundCall, size: int) -> bool:
+        """Whether a call of these shapes and numbers is to be compared as the first one was.
+
+        `size`: the number of shards.
+        """
         is_in_doubt, self.is_in_doubt = self.is_in_doubt, False
         news = (
             is_in_doubt,
             self._has_new_numbers(call),
             self._has_new_shapes(call),
+            self._has_new_differences(call, size),
             self._has_new_attributes(),
             self._has_other_trained(call),
         )
@@ -156,15 +170,20 @@ class CacheEntry:
             attributes.skip()
 
     def _has_new_shapes(self, call: BoundCall) -> bool:
-        shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+        shapes = shapes_of(call.leaves)
         if shapes in self.shapes or len(self.shapes) >= MAX_COMPARED:
             return False
         self.shapes.add(shapes)
         return True
 
+    def _has_new_differences(self, call: BoundCall, size: int) -> bool:
+        before = self.size_differences
+        self.size_differences |= size_differences(call.leaves, size)
+        return self.size_differences != before
+
     def _has_new_numbers(self, call: BoundCall) -> bool:
         rows = max_rows(call.leaves)
-        given = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
+        given = tuple(leaf for leaf in call.leaves if is_number(leaf, rows))
         if repr(given) == repr(self.numbers):
             return False
         before, self.numbers = self.numbers, given
@@ -212,6 +231,8 @@ class CacheEntry:
 
 
 _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
+_by_entries: WeakKeyDictionary[nn.Module, list[Structure]] = WeakKeyDictionary()
+"""The structures of arguments that are read by the entries of their lists."""
 _temporary: WeakKeyDictionary[nn.Module, WholeReason] = WeakKeyDictionary()
 """Modules of whose calls none is compared, and why."""
 
@@ -257,18 +278,41 @@ def _agree(
     return entry
 
 
-def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> CacheEntry:
+def read(call: BoundCall) -> BoundCall:
+    """The call, read by the entries of lists where calls like it were divided so."""
+    known = _by_entries.get(call.module, ())
+    readings = (call.by_entries(count) for count in (call.list_lengths() if known else ()))
+    return next((each for each in readings if each.structure in known), call)
+
+
+def note_reading(entry: CacheEntry, call: BoundCall, group: ShardGroup) -> None:
+    """Remember that calls like this one, whose entry this is, are read as it is."""
+    _by_entries.setdefault(call.module, []).append(call.structure)
+    entry.is_new(call, group.size)
+    attributes = attribute_changes.changes_of(call.module)
+    entry.key = _keys_of(call, group.size, attributes)
+
+
+def _keys_of(
+    call: BoundCall, size: int, attributes: AttributeChanges | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What calls have in common that share an entry, and their strings."""
     rows = max_rows(call.leaves)
     key: tuple[Any, ...] = (
         rows < size,  # what cannot be done with one row may be with many
         call.module.training,
         torch.is_grad_enabled(),
         call.structure,
-        tuple(_key_of(leaf, rows) for leaf in call.leaves),
+        tuple(kind_of(leaf, rows) for leaf in call.leaves),
     )
-    texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
+    texts = tuple(leaf for leaf in call.leaves if is_text(leaf, rows))
     if attributes is not None and attributes.flags:
         key = (*key, attributes.flags)
+    return key, texts
+
+
+def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> CacheEntry:
+    key, texts = _keys_of(call, size, attributes)
     entries = _entries.get(call.module)
     if entries is None:
         entries = _entries[call.module] = []
@@ -305,39 +349,8 @@ def compare_others(entry: CacheEntry, module: nn.Module) -> None:
 def clear() -> None:
     """Forget all plans."""
     _entries.clear()
+    _by_entries.clear()
     _temporary.clear()
     temporary_modules.clear()
     all_tuners.clear()
     attribute_changes.clear()
-
-
-def _key_of(leaf: Any, rows: int) -> Any:
-    """The part of an argument that calls for a plan of its own; shapes, strings and numbers are
-    compared separately."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
-    if is_column(leaf):
-        return type(leaf), has_text(leaf), None if len(leaf) == rows else len(leaf)
-    if isinstance(leaf, str | int | float | complex) and not isinstance(leaf, bool):
-        return type(leaf)
-    if isinstance(leaf, np.bool_):
-        return bool(leaf)
-    if is_value(leaf):
-        return leaf
-    # The flags of an object with options, such as argparse's.
-    options = getattr(leaf, "__dict__", None) or {}
-    flags = [(k, v) for k, v in list(options.items())[:MAX_FLAGS] if v is None or type(v) is bool]
-    return type(leaf), *flags
-
-
-def _is_text(leaf: Any, rows: int) -> bool:
-    """Whether this is a string, or strings, for the whole batch: where there is one per row, it is
-    data, as the rows are."""
-    return has_text(leaf) and not (is_column(leaf) and len(leaf) == rows)
-
-
-def _is_number(leaf: Any, rows: int) -> bool:
-    """Whether this is a number, or numbers, for the whole batch."""
-    if is_column(leaf):
-        return not has_text(leaf) and len(leaf) != rows
-    return isinstance(leaf, int | float | complex | np.number) and not isinstance(leaf, bool)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from instep.training.blocks import Block
-from instep.training.pytree import Structure
-from instep.unedited.sharded_call.plan.bound_call import AttributePlace
+from instep.training.pytree import Structure, one_leaf
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
@@ -24,7 +24,7 @@ MemoryOrder = tuple[int, ...]
 class OutputPlan:
     """How the ranks' outputs become one output for the script (placements are those of DTensor)."""
 
-    placement: Literal["shard", "partial_mean", "partial_sum", "replicate"]
+    placement: Literal["shard", "entries", "partial_mean", "partial_sum", "replicate"]
     dim: int = 0
     """The dimension of the rows, where it is sharded."""
     interleaved: bool = False
@@ -65,7 +65,7 @@ class ShardingPlan:
     division: Division
     outputs: tuple[OutputPlan, ...]
     structure: Structure
-    """Of what it returns."""
+    """Of what it returns. A list with one entry for each row is one leaf of it."""
     is_random: bool
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
@@ -118,8 +118,23 @@ class CallResult:
     why_whole: WholeReason | None = None
     """Why they cannot be; None if they can, or if this call does not tell."""
     is_sharded: bool = True
+    reading: BoundCall | None = None
+    """The call as its arguments were read, where its plan is new."""
     is_compared: bool = False
     """Whether a planned call was compared with the whole one."""
+
+
+def with_entries(whole: Structure, local: Structure, block: Block) -> Structure:
+    """`whole`, the structure of what the whole forward returns, with each list as one leaf that
+    has one entry for each row there, and in that for a block of the rows."""
+    if whole == local or whole is None or local is None or whole.type is not local.type:
+        return whole
+    if whole.keys == local.keys:
+        pairs = zip(whole.children, local.children, strict=True)
+        return replace(whole, children=tuple(with_entries(*pair, block) for pair in pairs))
+    is_list = whole.type in (list, tuple)
+    has_row_each = (whole.keys, local.keys) == (block.total, block.count)
+    return one_leaf(whole.type) if is_list and has_row_each else whole
 
 
 def candidate_outputs(local: Tensor, whole: Tensor, block: Block) -> Iterator[OutputPlan]:

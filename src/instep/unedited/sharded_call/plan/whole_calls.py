@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -86,6 +87,8 @@ def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if arg.is_nested:
                 return None
             key.append((arg.shape, arg.dtype, arg.requires_grad, arg.device))
+        elif kind is np.ndarray:
+            key.append((kind, arg.shape, arg.dtype))
         elif kind is int or kind is float:
             key.append(kind)
         elif arg is None or kind is bool or kind is str or isinstance(arg, Enum):

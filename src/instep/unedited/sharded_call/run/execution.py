@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,11 +19,11 @@ from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.numbers import gather_values
 from instep.errors import CollectiveError
-from instep.training.pytree import Structure, flatten, unflatten, versions
+from instep.training.pytree import Structure, flatten, leaves_of, unflatten, versions
 from instep.training.random_streams import RNGStates
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run import sharded_output
@@ -30,9 +31,11 @@ from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Unse
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
+    gather_entries,
     gather_from_region,
     pass_to_region,
     reduce_from_region,
+    scatter_entries,
     scatter_to_region,
 )
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, TorchGeneratorStates
@@ -79,7 +82,7 @@ def _run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     states = RNGStates.capture() if plan.draws_outside_torch else None
-    before, seen = _buffer_versions(call.parts), versions(call.leaves)
+    before, seen = _buffer_versions(call.parts), versions(call.tensors)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     has_failed = False
     try:
@@ -88,7 +91,7 @@ def _run_sharded(
         raise
     except Exception as error:
         is_of_all = wait_for_same_error(error, f"forward of {name}", group.transport)
-        has_changed = before != _buffer_versions(call.parts) or seen != versions(call.leaves)
+        has_changed = before != _buffer_versions(call.parts) or seen != versions(call.tensors)
         if not is_of_all or has_changed or isinstance(error, ShardedCallError):
             raise
         has_failed = True
@@ -188,6 +191,7 @@ def run_planned(
         row_dims=DrawRowDims(found=plan.draw_rows),
         stored=plan.stored,
         sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
+        like=plan.structure,
     )
 
 
@@ -200,9 +204,10 @@ def run_local(
     row_dims: DrawRowDims,
     stored: Sequence[StoredParameter],
     sums: RowSums | None,
+    like: Structure = None,
 ) -> tuple[Region, LocalOutputs, Structure]:
     """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
-    their structure.
+    their structure. What is one leaf of `like` is one leaf of it.
 
     Raises ShardedCallError where it changes its arguments otherwise than by items of dicts: the
     script would not see it.
@@ -217,15 +222,15 @@ def run_local(
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]
     if torch.is_grad_enabled():
-        region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
-    before = versions(call.leaves)
-    shards = [_ShardForward(call, leaves, region) for leaves in zip(*by_leaf, strict=True)]
+        region.inputs = [x for x in call.tensors if x.requires_grad]
+    before = versions(call.tensors)
+    shards = [_ShardForward(call, leaves, region, like) for leaves in zip(*by_leaf, strict=True)]
     with region.entered(), _aliased_parameters(call.parts, region, stored) as tables:
         if len(shards) == 1:
             shards[0].run()
         else:
             _run_in_threads(shards, region, tables)
-    if before != versions(call.leaves):
+    if before != versions(call.tensors):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]
     if any(structure != structures[0] for structure in structures):
@@ -237,8 +242,10 @@ def run_local(
 class _ShardForward:
     """The forward for one shard."""
 
-    def __init__(self, call: BoundCall, leaves: Sequence[Any], region: Region) -> None:
-        self._call, self._region = call, region
+    def __init__(
+        self, call: BoundCall, leaves: Sequence[Any], region: Region, like: Structure
+    ) -> None:
+        self._call, self._region, self._like = call, region, like
         self._arguments = unflatten(list(leaves), call.structure)
         self.outputs: list[Any] = []
         self.structure: Structure | None = None
@@ -250,7 +257,7 @@ class _ShardForward:
             output = self._call.run(args, kwargs)
         if watch.has_other_changes():
             raise ShardedCallError.changes_arguments(self._call.module)
-        self.outputs, self.structure = flatten(watch.result(output))
+        self.outputs, self.structure = flatten(watch.result(output), self._like)
 
 
 def _run_in_threads(shards: Sequence[_ShardForward], region: Region, tables: ModuleTables) -> None:
@@ -270,8 +277,14 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
         if dim == 0 and leaf.is_on_ranks() and leaf.block == blocks[0]:
             return [pass_to_region(leaf.local)]
         leaf = leaf.full_tensor()
+    if is_entries(leaf):
+        whole = [_gathered(entry) for entry in leaf]
+        return [type(leaf)(scatter_entries(whole, block, region.group)) for block in blocks]
     if dim is not None and not isinstance(leaf, Tensor):
-        return [leaf[block.start : block.stop] for block in blocks]
+        rows = [slice(block.start, block.stop) for block in blocks]
+        if not dim:
+            return [leaf[each] for each in rows]
+        return [np.ascontiguousarray(leaf[:, each]) for each in rows]
     if dim is not None:
         return scatter_to_region(leaf, blocks, dim, region.group)
     if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
@@ -305,6 +318,8 @@ def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
         joined = join_output(list(map(as_plain, parts)), plan, region)
         whole = joined.full_tensor() if isinstance(joined, ShardedOutput) else joined
         return with_attributes_of(local, whole)
+    if plan.placement == "entries":
+        return type(local)(gather_entries(list(chain(*parts)), group))
     if plan.placement != "shard":
         is_mean = plan.placement == "partial_mean"
         return reduce_from_region(parts, [b.fraction if is_mean else 1 for b in blocks], group)
@@ -320,6 +335,12 @@ def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
     return gather_from_region(parts, blocks, dim, group, order)
 
 
+def leaves_of_output(joined: Any, plan: OutputPlan) -> list[Any]:
+    """The leaves of a joined output, which is one itself unless it is a list with one entry for
+    each row."""
+    return leaves_of(joined) if plan.placement == "entries" else [joined]
+
+
 def _is_large(local: Tensor, region: Region) -> bool:
     """By the size of the whole output: all ranks decide alike, whatever their shares."""
     block = region.blocks[0]
@@ -329,6 +350,8 @@ def _is_large(local: Tensor, region: Region) -> bool:
 
 def gather_arguments(call: BoundCall) -> BoundCall:
     """The same call with whole tensors for arguments that are sharded. Collective."""
-    return call.map_arguments(
-        lambda value: value.full_tensor() if isinstance(value, ShardedOutput) else value
-    )
+    return call.map_arguments(_gathered)
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ShardedOutput) else value

@@ -8,6 +8,7 @@ that this asks for, which is a mapping, too (Shoeybi et al. 2019, section 3, cal
 and g):
 
     scatter_to_region   <->  gather_from_region
+    scatter_entries     <->  gather_entries
     reduce_from_region  <->  copy_to_region
     reduce_in_region    <->  reduce_in_region
     a parameter in      <->  the sum over shards (see `grad_sums`)
@@ -16,6 +17,8 @@ and g):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from torch import Tensor
 from instep.distributed.communication.tensors import apply, as_bytes
 from instep.training.blocks import Block
 from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
+from instep.training.pytree import flatten, unflatten
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
@@ -79,12 +84,49 @@ def pass_to_region(local: Tensor) -> Tensor:
     return same
 
 
+def scatter_entries(whole: Sequence[Any], block: Block, group: ShardGroup) -> list[Any]:
+    """The entries of this block, of a list with one for each row, in which may be tensors."""
+    entries = [flatten(entry) for entry in whole]
+    trained = [[x for x in leaves if _is_trained(x)] for leaves, _ in entries]
+    counts = [len(each) for each in trained]
+    if not any(counts):
+        return list(whole[block.start : block.stop])
+    start, stop = sum(counts[: block.start]), sum(counts[: block.stop])
+    own = iter(apply(_ScatterEntries, start, stop, group, *chain(*trained)))
+    return [
+        unflatten([next(own) if _is_trained(x) else x for x in leaves], structure)
+        for leaves, structure in entries[block.start : block.stop]
+    ]
+
+
+def gather_entries(own: Sequence[Any], group: ShardGroup) -> list[Any]:
+    """The entries of all shards' lists, from those of this rank's, which may have tensors of any
+    shapes in them. Collective."""
+    leaves, structure = flatten(list(own))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    wholes = iter(apply(_GatherEntries, group, *tensors))
+    places = [_Placeholder.OF_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    by_rank = group.transport.all_gather_object(unflatten(places, structure))
+    places, structure = flatten(list(chain(*by_rank)))
+    whole: list[Any] = unflatten(
+        [next(wholes) if each is _Placeholder.OF_TENSOR else each for each in places], structure
+    )
+    return whole
+
+
+class _Placeholder(Enum):
+    """In place of a tensor, which is sent otherwise."""
+
+    OF_TENSOR = auto()
+
+
 def is_region_input(node: Any) -> bool:
     """Whether this node of the autograd graph is where a tensor came into a sharded call."""
     return isinstance(
         node,
         tuple(
-            mapping._backward_cls for mapping in (_ScatterToRegion, _CopyToRegion, _PassToRegion)
+            mapping._backward_cls
+            for mapping in (_ScatterToRegion, _ScatterEntries, _CopyToRegion, _PassToRegion)
         ),
     )
 
@@ -143,6 +185,10 @@ def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tenso
     return (parts[0] if dim == 0 else parts[0].contiguous(),)
 
 
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and _needs_grad(value)
+
+
 def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
@@ -176,6 +222,44 @@ class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, None, *scatter_to_region(grads[0], ctx.blocks, ctx.dim, ctx.group)
+
+
+class _ScatterEntries(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, start: int, stop: int, group: ShardGroup, *whole: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in whole[start:stop])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *apply(_GatherEntries, ctx.group, *grads)
+
+
+class _GatherEntries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ShardGroup, *own: Tensor) -> tuple[Tensor, ...]:
+        trained = list(ctx.needs_input_grad[1:])
+        sent = [tensor.detach().cpu().clone() for tensor in own]
+        devices = [tensor.device.type for tensor in own]
+        by_rank = group.transport.all_gather_object((sent, devices, trained))
+        if len({any(trained) for _, _, trained in by_rank}) > 1:
+            raise ShardedCallError("tensors in its lists require gradients on some ranks only")
+        rank, counts = group.transport.rank, [len(sent) for sent, _, _ in by_rank]
+        ctx.start, ctx.stop, ctx.group = sum(counts[:rank]), sum(counts[: rank + 1]), group
+        whole = [
+            tensor.to(device)
+            for sent, devices, _ in by_rank
+            for tensor, device in zip(sent, devices, strict=True)
+        ]
+        flags = chain(*(trained for _, _, trained in by_rank))
+        ctx.mark_non_differentiable(*(x for x, flag in zip(whole, flags, strict=True) if not flag))
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *apply(_ScatterEntries, ctx.start, ctx.stop, ctx.group, *grads)
 
 
 class _ReduceFromRegion(torch.autograd.Function):

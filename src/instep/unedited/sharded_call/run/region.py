@@ -16,7 +16,7 @@ from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
-from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.division import Division, tensors_in
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input, reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import (
@@ -156,7 +156,7 @@ _tagged: WeakSet[Region] = WeakSet()
 
 def tag_outputs(outputs: Iterable[Any], region: Region) -> None:
     """Write down in the autograd graph that these outputs come from this sharded call."""
-    tag((output for output in outputs if isinstance(output, Tensor)), _TAG, region)
+    tag((tensor for output in outputs for tensor in tensors_in(output)), _TAG, region)
     _tagged.add(region)
 
 
@@ -219,5 +219,5 @@ def find_leaves(
             found = None
         return () if found is None else next_nodes(node)
 
-    walk((out for out in outputs if isinstance(out, Tensor)), visit)
+    walk((tensor for out in outputs for tensor in tensors_in(out)), visit)
     return None if found is None else list(found.values())

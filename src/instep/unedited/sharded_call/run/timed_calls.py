@@ -85,7 +85,7 @@ def time_run(
         sharded = tuner.next_is_sharded()
         step = tuner.step = TimedStep(sharded, not sharded and tuner.needs_bits())
         _open[step] = weakref.ref(call.module)
-    device = _device_of(call.leaves)
+    device = _device_of(call.tensors)
     start = clock(device)
     output = run(step.is_sharded)
     step.seconds += clock(device) - start

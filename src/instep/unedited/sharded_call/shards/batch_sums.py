@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.transport import Transport
 from instep.process.patching import Function, replaced
 from instep.process.torch_private import script_operations
+from instep.unedited.errors import ShardedCallError
 
 Place = tuple[str, int, int]
 """Where a sum stands: the file, the first line of its function, and the instruction."""
@@ -146,6 +148,17 @@ class RowSums:
         if self._without_rows & self._with_rows:
             return None
         return frozenset(self._without_rows)
+
+    def same_places(self, transport: Transport) -> frozenset[Place]:
+        """`without_rows`, if they are the same on all ranks. Collective.
+
+        Raises ShardedCallError where they are not.
+        """
+        by_rank = transport.all_gather_object(self.without_rows)
+        first = by_rank[0]
+        if first is None or any(each != first for each in by_rank):
+            raise ShardedCallError("some of its sums go over rows in some calls only")
+        return first
 
 
 def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answer:
