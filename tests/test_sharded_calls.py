@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import instep
 from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
+from instep.process.patching import ignored_warnings
 from instep.training.blocks import Block
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.random_ops import draws_nothing
@@ -1091,6 +1093,115 @@ def test_ranks_that_differ_are_reported() -> None:
 
 
 @ranks(2)
+def test_a_buffer_that_differs_is_named_and_the_next_call_is_tried() -> None:
+    class Filling(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            left_in_memory = torch.full((3,), float(instep.rank))
+            self.register_buffer("shift", left_in_memory)
+            self.is_filled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_filled:
+                self.shift.zero_()
+                self.is_filled = True
+            return super().forward(x) + self.shift
+
+    torch.manual_seed(0)
+    model = Filling()
+    with sharding() as log:
+        for _ in range(3):
+            model(torch.ones(6, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
+    if instep.rank == 0:
+        assert log.getvalue() == ""
+
+
+@ranks(2)
+def test_a_buffer_that_keeps_differing_is_named() -> None:
+    model = nn.Linear(4, 3)
+    model.weight.data.fill_(1)
+    model.bias.data.fill_(1)
+    model.register_buffer("shift", torch.full((3,), float(instep.rank)))
+    with sharding() as log:
+        for _ in range(4):
+            model(torch.ones(6, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 4)
+    if instep.rank == 0:
+        assert "Linear whole: its buffer shift is not the same on rank 1 as" in log.getvalue()
+
+
+@ranks(2)
+def test_that_a_batch_is_small_is_not_said_of_what_is_whole_anyway() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y - y.amax(0)
+
+    torch.manual_seed(0)
+    model, x = Coupled(4, 3), torch.randn(6, 4)
+    with sharding() as log:
+        model(x)
+        model(x[:1])
+    if instep.rank == 0:
+        assert log.getvalue().count("[INS711]") == 1
+        assert "is not that of the whole batch" in log.getvalue()
+
+
+@ranks(2)
+def test_rows_that_are_not_as_many_any_more_are_named() -> None:
+    class OfTwo(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if len(x) != len(y):
+                return super().forward(x) * super().forward(y).mean()
+            return super().forward(x) * super().forward(y)
+
+    torch.manual_seed(0)
+    model, x = OfTwo(4, 3), torch.randn(6, 4)
+    with sharding() as log:
+        model(x, x + 1)
+        model(x, x[:5])
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
+    if instep.rank == 0:
+        assert "OfTwo whole where those of its arguments that have been divided" in log.getvalue()
+
+
+class OfSparse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.weight) + self.bias.sum()
+
+
+@ranks(2)
+def test_sparse_arguments_have_rows_if_their_layout_has() -> None:
+    torch.manual_seed(0)
+    model, x = OfSparse(3, 4), torch.randn(7, 4).relu()
+    expected = model(x)
+    with sharding() as log:
+        outputs = [model(x.to_sparse()), model(x.to_sparse())]
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
+        with ignored_warnings("Sparse CSR"):
+            outputs.append(model(x.to_sparse_csr()))
+    assert all(torch.allclose(output, expected) for output in outputs)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
+    if instep.rank == 0:
+        assert "OfSparse whole where it is given a sparse tensor of whose layout" in log.getvalue()
+
+
+@ranks(2)
+def test_the_buffers_of_a_scripted_part_that_fx_has_traced_take_one_step() -> None:
+    torch.manual_seed(0)
+    with ignored_warnings("`torch.jit.script"):
+        scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+    model = torch.fx.symbolic_trace(nn.Sequential(scripted, nn.Linear(8, 3)))
+    with sharding() as log:
+        for _ in range(2):
+            model(torch.randn(6, 6)).sum().backward()
+    assert int(scripted[1].num_batches_tracked) == 2
+    if instep.rank == 0:
+        assert "_c is a scripted module with buffers that cannot be seen" in log.getvalue()
+
+
+@ranks(2)
 def test_ranks_that_round_differently_are_alike() -> None:
     """On unlike processors, or on GPUs, what each rank computes for itself has other bits."""
     x = torch.randn(6, 4)
@@ -1121,6 +1232,11 @@ def test_ranks_that_round_differently_are_alike() -> None:
         ("train", 3, False),
         (["a", "b"], ["a", "b"], True),
         (["a", "b"], ["a", "c"], False),
+        (np.ones(3), np.ones(3), True),
+        (np.ones(3), np.ones(3) * (1 + 1e-10), True),
+        (np.ones(3), np.array([1.0, 1.0, 2.0]), False),
+        (np.arange(3), np.array([0, 1, 3]), False),
+        ([torch.ones(1), np.ones(2)], [torch.ones(1), np.ones(2) * 2], False),
     ],
 )
 @ranks(2)

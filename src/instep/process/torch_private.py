@@ -121,6 +121,16 @@ class OperationMode(TorchDispatchMode):
         return False
 
 
+def has_script_buffers(value: Any) -> bool:
+    """Whether this is a scripted module without its Python object, as torch.fx leaves one, and has
+    buffers itself or in its parts."""
+    if not isinstance(value, torch._C.ScriptModule):
+        return False
+    if len(torch._C.BufferDict(value).items()):  # type: ignore[attr-defined]
+        return True
+    return any(has_script_buffers(part) for _, part in torch._C.ModuleDict(value).items())
+
+
 def dispatch_mode_stack() -> list[Any]:
     """The modes that see operations on this thread now."""
     return torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -20,29 +20,37 @@ from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
-from instep.unedited.sharded_call.plan.division import count_elements, max_rows
+from instep.unedited.sharded_call.plan.division import count_elements
 from instep.unedited.sharded_call.plan.module_properties import (
     caches_weights,
     find_gpu_state,
     find_hooks,
+    find_scripted_state,
     is_compiled,
     is_lazy,
 )
 from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
-from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import (
+    FEW_ROWS,
+    NO_ROWS,
+    OTHER_ROWS,
+    ReasonKind,
+    WholeReason,
+)
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.run.whole_state import note_changed_parameters
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.whole_report import FEW_ROWS, NO_ROWS, report_whole
+from instep.unedited.sharded_call.whole_report import report_whole
 
 _FIRST_CALLS = 3
 _IN_FIRST_CALL = (
     ReasonKind.SIDE_EFFECT,
     ReasonKind.CHANGES_PARAMETERS,
+    ReasonKind.UNLIKE_BUFFERS,
     ReasonKind.KEEPS_TENSORS,
 )
 """What many do in their first call only."""
@@ -72,13 +80,15 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     entry.drop_moved_plan()
     hooked, hooks = find_hooks(call.module, call.parts)
     if entry.plan is None and entry.why_whole is None:
-        entry.why_whole = WholeReason.of(find_gpu_state(call.parts))
+        state = find_gpu_state(call.parts) or find_scripted_state(call.parts)
+        entry.why_whole = WholeReason.of(state)
     if why := entry.why_whole or WholeReason.of(hooked):
         report_whole(call.module, why)
         call_counts.add_whole(call)
         return _run_parts_or_whole(call, entry, group)
     if (rows := count_batch(call, entry.plan)) < group.size:
-        report_whole(call.module, FEW_ROWS if rows else NO_ROWS)
+        without = OTHER_ROWS if entry.plan else NO_ROWS
+        report_whole(call.module, FEW_ROWS if rows else without)
         _remember_whole(call, None, by_parts=False)
         return _run_whole(call)
     tuner = entry.tuner(call)
@@ -174,11 +184,9 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
     elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
         report_whole(call.module, why.followed_by(" in this call"))  # they are made by now
         return replace(result, why_whole=None)
-    elif max_rows(call.leaves) < group.size:
-        why = FEW_ROWS
     elif why.kind in _IN_FIRST_CALL and entry.calls < _FIRST_CALLS:
         return replace(result, why_whole=None)
-    if why is not FEW_ROWS:
+    if why != FEW_ROWS:
         temporary_modules.note(call.module, why)
     if result.plan is not None and result.plan.sums_without_rows is not None:
         plan_cache.compare_others(entry, call.module)

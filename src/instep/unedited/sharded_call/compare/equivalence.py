@@ -26,16 +26,23 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import (
     Division,
     candidate_divisions,
+    has_no_rows,
     has_other_lengths,
     is_entries,
+    max_rows,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
-from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import FEW_ROWS, ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.execution import gather_arguments
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
+_SPARSE = WholeReason(
+    "where it is given a sparse tensor of whose layout no rows can be taken (of torch.sparse_coo "
+    "they can)",
+    ReasonKind.OF_ARGUMENTS,
+)
 _NO_BATCH = WholeReason("no batch among its arguments")
 _KEEPS_TENSORS = WholeReason("its forward sets attributes to tensors", ReasonKind.KEEPS_TENSORS)
 _MAX_READINGS = 3
@@ -66,8 +73,12 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
         for reading in _readings(comparison.call, group)
         for division in candidate_divisions(reading.leaves, at_least=group.size)
     ]
-    if why is None:
-        why = _compute_gradients(reference, group) if divisions else _NO_BATCH
+    leaves = comparison.call.leaves
+    has_few = max_rows(leaves) < group.size
+    if why is None and divisions:
+        why = _compute_gradients(reference, group)
+    elif why is None:
+        why = _SPARSE if any(map(has_no_rows, leaves)) else FEW_ROWS if has_few else _NO_BATCH
     if why is not None:
         return CallResult(reference.value(), None, why, is_sharded=False)
     kinds: list[Callable[[], RowSums | None]] = [lambda: None]
@@ -89,7 +100,8 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
                 comparison.progress > furthest or not text or is_read_so
             ):
                 furthest, text = max(comparison.progress, furthest), reason
-    return CallResult(reference.value(), None, WholeReason(text), is_sharded=False)
+    why = FEW_ROWS if has_few else WholeReason(text)
+    return CallResult(reference.value(), None, why, is_sharded=False)
 
 
 def _readings(call: BoundCall, group: ShardGroup) -> list[BoundCall]:
@@ -136,7 +148,7 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     comparison = CallComparison(gather_arguments(call), group)
     if mismatch is not None:
-        return comparison, WholeReason(mismatch)
+        return comparison, mismatch
     joins_attributes = not (group.is_virtual or call_state.saves_attributes)
     why = comparison.reference.check_supported(joins_attributes=joins_attributes)
     return comparison, first_reason(why, group.transport)

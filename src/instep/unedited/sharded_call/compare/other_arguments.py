@@ -268,7 +268,7 @@ def zeroed(
         )
     if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
         return leaf
-    if only_integers and leaf.is_floating_point():
+    if leaf.layout is not torch.strided or (only_integers and leaf.is_floating_point()):
         return leaf
     mask = kept(leaf.shape, dim, generator).to(leaf.device)
     return leaf.where(mask, torch.zeros_like(leaf))

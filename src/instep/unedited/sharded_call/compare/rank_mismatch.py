@@ -21,48 +21,75 @@ from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column, leaves_of
 from instep.unedited.sharded_call.plan.division import is_entries
-from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
 _LENGTH, _DIRECTIONS = 1 << 16, 4
+_BUFFERS = "its buffers are"
 _ARGUMENTS = "it is called with arguments that are"
 
 
-def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transport) -> str | None:
+def first_mismatch(
+    module: nn.Module, leaves: Sequence[Any], transport: Transport
+) -> WholeReason | None:
     """Say what is not the same on all ranks; None if all is. Collective.
 
     Args:
         leaves: the arguments of the call.
     """
-    tensors = [*nn.Module.parameters(module), *module.buffers()]
-    return _mismatch({"its parameters are": tensors, _ARGUMENTS: _inside(leaves)}, transport)
+    buffers = dict(module.named_buffers())
+    parts = {
+        "its parameters are": [*nn.Module.parameters(module)],
+        _ARGUMENTS: _inside(leaves),
+        _BUFFERS: [*buffers.values()],
+    }
+    found = _mismatch(parts, transport)
+    if found is None:
+        return None
+    what, place, rank = found
+    if what != _BUFFERS or place is None:
+        return WholeReason(_difference(what, rank))
+    return WholeReason(
+        f"its buffer {[*buffers][place]} is not the same on rank {rank} as on rank 0 (memory that "
+        "torch.empty has left as it was, or another thing that differs between processes?)",
+        ReasonKind.UNLIKE_BUFFERS,
+    )
 
 
 def arguments_mismatch(leaves: Sequence[Any], transport: Transport) -> str | None:
-    """As `first_mismatch`, of the arguments alone. Collective."""
-    return _mismatch({_ARGUMENTS: _inside(leaves)}, transport)
+    """As the text of `first_mismatch`, of the arguments alone. Collective."""
+    found = _mismatch({_ARGUMENTS: _inside(leaves)}, transport)
+    return None if found is None else _difference(found[0], found[2])
 
 
 def _inside(leaves: Sequence[Any]) -> list[Any]:
     return [each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else (leaf,))]
 
 
-def _mismatch(parts: Mapping[str, Sequence[Any]], transport: Transport) -> str | None:
+def _difference(what: str, rank: int) -> str:
+    return (
+        f"{what} not the same on rank {rank} as on rank 0 "
+        "(a seed from the clock, or another thing that differs between processes?)"
+    )
+
+
+def _mismatch(
+    parts: Mapping[str, Sequence[Any]], transport: Transport
+) -> tuple[str, int | None, int] | None:
+    """Which of the parts is not the same on all ranks, the number of its first value that is not,
+    and on which rank. Collective."""
     mine = [list(map(_summary, values)) for values in parts.values()]
     by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
         first = by_rank[0][k]
-        others = [
-            rank
-            for rank, theirs in enumerate(by_rank)
-            if len(theirs[k]) != len(first) or not all(map(_Summary.matches, theirs[k], first))
-        ]
-        if others:
-            return (
-                f"{what} not the same on rank {others[0]} as on rank 0 "
-                "(a seed from the clock, or another thing that differs between processes?)"
-            )
+        for rank, theirs in enumerate(by_rank):
+            if len(theirs[k]) != len(first):
+                return what, None, rank
+            pairs = enumerate(zip(theirs[k], first, strict=True))
+            places = [place for place, (own, other) in pairs if not own.matches(other)]
+            if places:
+                return what, places[0], rank
     return None
 
 

@@ -117,7 +117,7 @@ def kind_of(leaf: Any, rows: int) -> Any:
     """The part of an argument that calls for a plan of its own; shapes, strings and numbers are
     compared separately."""
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device, leaf.layout
     if isinstance(leaf, np.ndarray):
         return type(leaf), leaf.dtype, leaf.ndim
     if is_entries(leaf):

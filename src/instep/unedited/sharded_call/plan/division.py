@@ -178,7 +178,9 @@ def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
     lists = [len(leaf) for leaf in leaves if is_entries(leaf)]
     if lists:
         return list(dict.fromkeys(lists)) if dim == 0 else []
-    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    arrays = [
+        leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and not has_no_rows(leaf)
+    ]
     sizes = [array.shape[dim] for array in arrays if array.ndim > dim]
     if not arrays and dim == 0:
         sizes = [len(leaf) for leaf in leaves if has_rows(leaf)]
@@ -190,6 +192,11 @@ def has_rows(leaf: Any) -> bool:
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.ndim > 0
     return is_column(leaf) and (has_text(leaf) or not all(map(is_value, leaf)))
+
+
+def has_no_rows(leaf: Any) -> bool:
+    """Whether this is a tensor of a layout of which no rows can be taken."""
+    return isinstance(leaf, Tensor) and leaf.layout not in (torch.strided, torch.sparse_coo)
 
 
 def _has_equal_rows(leaf: Any, dim: int) -> bool:
@@ -229,7 +236,7 @@ def _count(leaf: Any) -> int:
 def _dim_of(leaf: Any, total: int, batch_dim: int) -> int | None:
     if is_column(leaf) or is_entries(leaf):
         return 0 if len(leaf) == total else None
-    if not isinstance(leaf, Tensor | np.ndarray):
+    if not isinstance(leaf, Tensor | np.ndarray) or has_no_rows(leaf):
         return None
     for dim in (batch_dim, 1 - batch_dim):
         if leaf.ndim > dim and leaf.shape[dim] == total:

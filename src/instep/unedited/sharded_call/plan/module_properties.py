@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from instep.process import is_installed
 from instep.process.patching import ignored_warnings
-from instep.process.torch_private import is_caching_weights
+from instep.process.torch_private import has_script_buffers, is_caching_weights
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -174,6 +174,18 @@ def find_gpu_state(parts: Iterable[nn.Module]) -> str:
             return f"cuDNN draws the dropout of its {kind} from a state that no trial can set back"
         if _runs_as_graphs(part):
             return "torch.compile runs it as CUDA graphs, whose next run overwrites its outputs"
+    return ""
+
+
+def find_scripted_state(parts: Iterable[nn.Module]) -> str:
+    """The buffers of scripted modules that are not among these parts, but in their attributes,
+    where torch.fx leaves them: a trial would change them. "" if there are none."""
+    for part in parts:
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+        for name, value in part.__dict__.items():
+            if has_script_buffers(value):
+                return f"its attribute {name} is a scripted module with buffers that cannot be seen"
     return ""
 
 

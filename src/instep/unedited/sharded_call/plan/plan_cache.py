@@ -340,6 +340,12 @@ def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> Ca
     return entry
 
 
+def is_whole_by_itself(module: nn.Module) -> bool:
+    """Whether calls of the module were found to be whole whatever their arguments are."""
+    reasons = [entry.why_whole for entry in _entries.get(module, ())]
+    return any(why is not None and why.kind is not ReasonKind.OF_ARGUMENTS for why in reasons)
+
+
 def compare_others(entry: CacheEntry, module: nn.Module) -> None:
     """Let the next calls with other keys be compared: of this one a comparison has failed."""
     for each in _entries.get(module, ()):

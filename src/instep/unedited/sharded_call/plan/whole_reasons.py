@@ -19,6 +19,8 @@ class ReasonKind(Enum):
     """Likewise; and the ranks' parameters may come to differ by rounding."""
     MAKES_PART = auto()
     """A forward has made a part of its module, which the next call finds."""
+    UNLIKE_BUFFERS = auto()
+    """The ranks' buffers differ, which a first forward may fill."""
     KEEPS_TENSORS = auto()
     """A forward has set attributes to tensors, which it may do once, or read in its next call."""
 
@@ -39,3 +41,15 @@ class WholeReason:
     def followed_by(self, text: str) -> WholeReason:
         """The same, with more text at the end."""
         return replace(self, text=self.text + text)
+
+
+FEW_ROWS = WholeReason(
+    "where a batch has fewer rows than there are ranks; other batches are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)
+NO_ROWS = WholeReason("where none of its arguments has rows", ReasonKind.OF_ARGUMENTS)
+OTHER_ROWS = WholeReason(
+    "where those of its arguments that have been divided together do not have the same number of "
+    "rows; other calls are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)

@@ -177,9 +177,10 @@ def memory_order(tensor: Tensor) -> MemoryOrder:
 
 def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tensor, ...]:
     per_sample = whole.shape[dim] // blocks[0].total
-    parts = [
-        whole.narrow(dim, block.start * per_sample, block.count * per_sample) for block in blocks
-    ]
+    rows = [(block.start * per_sample, block.count * per_sample) for block in blocks]
+    if whole.layout is torch.sparse_coo:
+        return tuple(whole.narrow_copy(dim, *each) for each in rows)
+    parts = [whole.narrow(dim, *each) for each in rows]
     if len(parts) > 1:  # autograd lets nobody change one of several views in place
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
     return (parts[0] if dim == 0 else parts[0].contiguous(),)
