@@ -726,7 +726,30 @@ def words(log: Log) -> None:
     train(log, model, step)
 
 
+class OfBags(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(9, 6)
+
+    def forward(self, words: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        return self.body(self.bags(words, offsets) + x)
+
+
+def bags(log: Log) -> None:
+    """Some of them are empty, and the numbers of words differ from step to step."""
+    model, steps = OfBags(), []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        steps.append(0)
+        sizes = torch.tensor([(k * len(steps)) % 5 for k in range(len(x))])
+        words = torch.arange(int(sizes.sum())) % 9
+        return F.cross_entropy(model(words, sizes.cumsum(0) - sizes, x), y)
+
+    train(log, model, step, steps=7)
+
+
 LISTS: dict[str, tuple[Any, ...]] = {
+    "words with offsets": (bags, True),
     "dicts of arrays": (arrays, True),
     "lists of images": (images, True, list),
     "tuples of images": (images, True, tuple),
@@ -737,7 +760,7 @@ LISTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_arrays_and_lists_with_an_entry_for_each_sample_are_sharded(name: str) -> None:
+def test_arrays_lists_of_samples_and_rows_by_offsets_are_sharded(name: str) -> None:
     training, is_sharded, *args = LISTS[name]
     same_as_one_process(
         _with_arguments, training, is_sharded, *args, sizes=(2, 3), dtype=torch.float64

@@ -100,6 +100,9 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
                 comparison.progress > furthest or not text or is_read_so
             ):
                 furthest, text = max(comparison.progress, furthest), reason
+    counts = comparison.call.list_lengths() if group.is_virtual else []
+    if furthest == NOTHING_RIGHT and any(count >= group.size for count in counts):
+        text = "lists that have an entry for each sample are not divided with --bitwise"
     why = FEW_ROWS if has_few else WholeReason(text)
     return CallResult(reference.value(), None, why, is_sharded=False)
 

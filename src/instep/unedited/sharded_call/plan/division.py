@@ -27,6 +27,10 @@ class Division:
     """Of each leaf the dimension of the batch; None for what every rank gets whole."""
     batch_dim: int
     """The dimension of the batch in the leaf from which its size is taken."""
+    offsets: int | None = None
+    """Which leaf says where each row begins in those of `flat`, as for nn.EmbeddingBag."""
+    flat: tuple[int, ...] = ()
+    """The leaves with the rows one after the other, of any lengths."""
 
     def count_rows(self, leaves: Sequence[Any]) -> int | None:
         """The rows of these leaves; None if they do not divide like this."""
@@ -43,6 +47,19 @@ class Division:
         pairs = zip(leaves, self.dims, strict=True)
         return any(dim is not None and not _has_equal_rows(leaf, dim) for leaf, dim in pairs)
 
+    def slices(self, leaves: Sequence[Any], blocks: Sequence[Block]) -> dict[int, list[Tensor]]:
+        """Of each leaf that is cut by offsets what each of these blocks has, by its number: the
+        offsets, too, which begin there."""
+        if self.offsets is None:
+            return {}
+        offsets = leaves[self.offsets]
+        starts = offsets.tolist()
+        found = {self.offsets: [offsets[b.start : b.stop] - starts[b.start] for b in blocks]}
+        for place in self.flat:
+            ends = [*starts, len(leaves[place])]
+            found[place] = [leaves[place][starts[b.start] : ends[b.stop]] for b in blocks]
+        return found
+
 
 def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
     """Divisions of these arguments, likely ones first: the batch is dimension 0, else 1.
@@ -51,6 +68,7 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
     else, such as a size, and a square matrix may be a mask between positions. `at_least`: the rows
     that a batch must have to be divided.
     """
+    yield from _divisions_by_offsets(leaves, at_least)
     seen = set()
     for batch_dim in (0, 1):
         for total in _sizes(leaves, batch_dim):
@@ -69,6 +87,34 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
                 if is_divided and candidate not in seen and not _replicates_text(leaves, candidate):
                     seen.add(candidate)
                     yield Division(candidate, batch_dim)
+
+
+def _divisions_by_offsets(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
+    for place, offsets in enumerate(leaves):
+        if not _may_be_offsets(offsets) or len(offsets) < at_least:
+            continue
+        total, end = len(offsets), int(offsets[-1])
+        lengths = [len(leaf) if _is_flat(leaf) else 0 for leaf in leaves]
+        for length in dict.fromkeys(each for each in lengths if each > total and each >= end):
+            flat = tuple(k for k, each in enumerate(lengths) if each == length)
+            dims = tuple(None if k in flat else _dim_of(x, total, 0) for k, x in enumerate(leaves))
+            yield Division(dims, 0, place, flat)
+
+
+def _may_be_offsets(leaf: Any) -> bool:
+    return (
+        _is_flat(leaf)
+        and not (leaf.is_floating_point() or leaf.is_complex())
+        and leaf.dtype != torch.bool
+        and len(leaf) > 1
+        and int(leaf[0]) == 0
+        and bool((leaf[1:] >= leaf[:-1]).all())
+    )
+
+
+def _is_flat(leaf: Any) -> bool:
+    is_vector = isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.layout is torch.strided
+    return is_vector and not (leaf.requires_grad or leaf.is_meta)
 
 
 def is_list_of(value: Any, count: int | None) -> bool:

@@ -221,6 +221,8 @@ def run_local(
     by_leaf = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]
+    for place, parts in division.slices(call.leaves, region.blocks).items():
+        by_leaf[place] = parts
     if torch.is_grad_enabled():
         region.inputs = [x for x in call.tensors if x.requires_grad]
     before = versions(call.tensors)
