@@ -26,9 +26,9 @@ from torch import Tensor
 
 from instep.distributed.communication.tensors import apply, as_bytes
 from instep.training.blocks import Block
-from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
 from instep.training.pytree import flatten, unflatten
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
