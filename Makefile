@@ -8,9 +8,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick nightly gpu mutants suites bench unedited compat docs dist lint clean
 
-# These tests are of CPUs, on a machine with GPUs too.
-test quick nightly mutants: export CUDA_VISIBLE_DEVICES :=
-
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 

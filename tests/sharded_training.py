@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.process.import_hooks import after_import
 from instep.process.patching import PatchHandle
+from instep.process.torch_private import allow_repeated_backward
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import sharded_output
@@ -134,8 +136,10 @@ def sharding() -> Iterator[io.StringIO]:
     log = io.StringIO()
     patched = PatchHandle(SHARDED_CALL_PATCHES)
     modules.reset()
+    cancel = after_import("torch._dynamo", lambda _: allow_repeated_backward())
     try:
         with contextlib.redirect_stderr(log):
             yield log
     finally:
+        cancel()
         patched.remove()

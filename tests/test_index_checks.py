@@ -360,12 +360,6 @@ def test_a_model_that_indexes_its_rows_stays_whole(name: str, backend: str) -> N
     )
 
 
-@pytest.mark.slow
-@ranks(2)
-def test_bags_of_embeddings_with_offsets_stay_whole() -> None:
-    check_whole(nn.EmbeddingBag(5, 3), torch.randint(5, (8,)), T([0, 2, 3, 7]))
-
-
 CHECKS = index_checks._CHECKS
 refusals = 0
 
@@ -422,15 +416,24 @@ class Compiled(nn.Module):
 def test_a_model_that_indexes_within_its_rows_is_divided(backend: str) -> None:
     plain = Compiled()
     model: Any = torch.compile(plain, backend=backend) if backend else plain
-    x, places = torch.randn(8, 4), torch.randint(3, (8, 2))
+    check_divided(model, torch.randn(8, 4), torch.randint(3, (8, 2)))
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_bags_of_embeddings_with_offsets_are_divided() -> None:
+    check_divided(nn.EmbeddingBag(5, 3), torch.randint(5, (8,)), T([0, 2, 3, 7]))
+
+
+def check_divided(model: nn.Module, *args: Tensor) -> None:
     torch.manual_seed(1)
     with torch.compiler.set_stance("force_eager"):
-        expected = model(x, places)
+        expected = model(*args)
     with sharding(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundCall, "is_on_accelerator", True)
         for _ in range(3):
             torch.manual_seed(1)
-            found = model(x, places)
+            found = model(*args)
             found.sum().backward()
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (3, 0)
     torch.testing.assert_close(found, expected)

@@ -260,8 +260,9 @@ def allow_repeated_backward() -> None:
     """
     from torch._functorch import config  # heavy; there by now, as something is compiled
 
-    config.donated_buffer = False
-    torch.compiler.config.cache_key_tag += "no donated buffers"
+    if config.donated_buffer:
+        config.donated_buffer = False
+        torch.compiler.config.cache_key_tag += "no donated buffers"
 
 
 # ----------------------------------------------- functions into which torch.compile must not look
