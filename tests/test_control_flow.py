@@ -326,6 +326,53 @@ def test_a_call_that_may_drop_rows_later_is_whole_from_the_first_on() -> None:
     assert (why in log.getvalue()) == (instep.rank == 0)
 
 
+class PullsEqualLabels(nn.Linear):
+    """Rows of one label, of which the first batches have one each, are drawn to their sum."""
+
+    def forward(self, x: Tensor, labels: Any) -> Tensor:
+        has_tensors = isinstance(labels, list) and isinstance(labels[0], Tensor)
+        y = torch.stack(labels) if has_tensors else torch.as_tensor(labels)
+        scores = super().forward(x)
+        others = (y[:, None] == y).float().fill_diagonal_(0)
+        return scores - others @ scores / 10
+
+
+LABELS: dict[str, Callable[[Tensor], Any]] = {
+    "vector": lambda labels: labels,
+    "array": lambda labels: labels.numpy(),
+    "numbers": lambda labels: labels.tolist(),
+    "list": list,
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@ranks(2)
+def test_rows_that_depend_on_those_of_their_label_are_whole_from_the_first_on(kind: str) -> None:
+    torch.manual_seed(0)
+    model = PullsEqualLabels(4, 3)
+    labels = LABELS[kind](torch.arange(8))
+    x = torch.randn(8, 4)
+    with sharding() as log:
+        found = model(x, labels)
+    why = "its rows depend on each other where their values are others"
+    assert (why in log.getvalue()) == (instep.rank == 0)
+    torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
+
+
+class ClassLoss(nn.Linear):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), labels, label_smoothing=0.1)
+
+
+@ranks(2)
+def test_labels_do_not_keep_a_loss_whole() -> None:
+    torch.manual_seed(0)
+    model = ClassLoss(4, 3)
+    with sharding() as log:
+        model(torch.randn(8, 4), torch.arange(8) % 3)
+    assert (modules.call_counts.sharded, log.getvalue()) == (1, "")
+
+
 def always(x: Tensor) -> Tensor:
     if x.ndim > 7:
         raise ValueError("too many dimensions")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instep.distributed.numbers import on_any_rank
 from instep.training.blocks import Block
-from instep.training.pytree import flatten, leaves_of, unflatten
+from instep.training.pytree import flatten, is_column, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.reference import Reference
@@ -98,35 +98,44 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
 
     A condition for each element, as of `torch.where`, may have a side that no row of the script's
     first batches meets, and a term of the whole batch there. So floats are multiplied, and the ends
-    of rows of whole numbers and masks set to zero. What fails, is not finite or takes another
-    branch with such arguments proves nothing; values that differ must differ twice. Collective.
-    Leaves another state behind.
+    of rows of whole numbers and masks set to zero. Rows may also depend on each other where they
+    have the same whole number, a label: so all rows get that of one. What fails, is not finite or
+    takes another branch with such arguments proves nothing; values that differ must differ twice.
+    Collective. Leaves another state behind.
     """
     if is_compiled(reference.call.parts):  # it would be compiled anew
         return ""
+    call, dims = reference.call, plan.division.dims
+    found: str | None = None
     for factors in _FACTORS:
-        results = (_find_difference(reference, plan, group, factors, n) for n in range(2))
-        first = next(results)
-        if first is not None:
-            return (next(results) or "") if first == _COUPLED else first
-    return ""
+        others = (_with_other_values(call, dims, factors, seed) for seed in range(2))
+        found = _find_difference(reference, plan, group, others)
+        if found is not None:
+            break
+    if found:
+        return found
+    others = (_with_one_label(call, dims, row) for row in (0, -1))
+    found = _find_difference(reference, plan, group, others)
+    return _COUPLED if found == _COUPLED else ""
 
 
 def _find_difference(
-    reference: Reference,
-    plan: ShardingPlan,
-    group: ShardGroup,
-    factors: Sequence[float],
-    seed: int,
+    reference: Reference, plan: ShardingPlan, group: ShardGroup, others: Iterator[BoundCall]
 ) -> str | None:
-    """As `find_dependency`, for one probe; None where it proves nothing. Collective."""
-    call, generator = reference.call, torch.Generator().manual_seed(seed)
-    pairs = zip(call.leaves, plan.division.dims, strict=True)
-    of_rows = [factor * (8 - seed) / 8 for factor in factors]
-    leaves = [_with_other_values(leaf, dim, of_rows, generator) for leaf, dim in pairs]
-    if all(leaf is own for leaf, own in zip(leaves, call.leaves, strict=True)):
+    """As `find_dependency`, for the first of these calls; the next one confirms that rows depend on
+    each other. None where it proves nothing. Collective."""
+    found = _try_other(next(others), reference, plan, group)
+    if found == _COUPLED:
+        found = _try_other(next(others), reference, plan, group) or ""
+    return found
+
+
+def _try_other(
+    other: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
+) -> str | None:
+    call = reference.call
+    if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
         return None
-    other = call.with_leaves(leaves)
     with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
         found, _ = attempt(
             lambda checked: _probe(other, reference, plan, replace(group, transport=checked)),
@@ -205,13 +214,23 @@ def _finite_error(actual: Tensor, whole: Tensor) -> float | None:
 
 
 def _with_other_values(
+    call: BoundCall, dims: Sequence[int | None], factors: Sequence[float], seed: int
+) -> BoundCall:
+    """The call with other values in the rows of its arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    of_rows = [factor * (8 - seed) / 8 for factor in factors]
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([_changed(leaf, dim, of_rows, generator) for leaf, dim in pairs])
+
+
+def _changed(
     leaf: Any, dim: int | None, factors: Sequence[float], generator: torch.Generator
 ) -> Any:
     """This argument with other values in its rows; without rows in `dim` as it is."""
     if is_entries(leaf):
         return _mapped(leaf, lambda x, k: _times(x, factors[k % len(factors)]))
     if isinstance(leaf, np.ndarray):
-        return _mapped(leaf, lambda x, _: _with_other_values(x, dim, factors, generator))
+        return _mapped(leaf, lambda x, _: _changed(x, dim, factors, generator))
     if dim is None or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return leaf
     if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -220,6 +239,30 @@ def _with_other_values(
     shape[dim] = -1
     of_rows = torch.tensor(list(islice(cycle(factors), leaf.shape[dim])), device="cpu")
     return leaf.detach() * of_rows.view(shape).to(leaf)
+
+
+def _with_one_label(call: BoundCall, dims: Sequence[int | None], row: int) -> BoundCall:
+    """The call with the whole number of this row in all rows, where rows have one each."""
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([_labelled(leaf, dim, row) for leaf, dim in pairs])
+
+
+def _labelled(leaf: Any, dim: int | None, row: int) -> Any:
+    if dim is None:
+        return leaf
+    if is_entries(leaf):
+        return type(leaf)([leaf[row]] * len(leaf)) if _is_label(leaf[row]) else leaf
+    if is_column(leaf):
+        return type(leaf)([leaf[row]] * len(leaf)) if type(leaf[row]) is int else leaf
+    if isinstance(leaf, np.ndarray):
+        return _mapped(leaf, lambda x, _: _labelled(x, dim, row))
+    is_vector = isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.layout is torch.strided
+    return leaf[row].expand_as(leaf).clone() if is_vector and _is_label(leaf[row]) else leaf
+
+
+def _is_label(value: Any) -> bool:
+    is_number = isinstance(value, Tensor) and not (value.dim() or value.requires_grad)
+    return is_number and not (value.is_floating_point() or value.is_complex())
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
