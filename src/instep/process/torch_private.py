@@ -255,8 +255,8 @@ def set_sequence_number(gloo: dist.ProcessGroupGloo) -> None:
 def allow_repeated_backward() -> None:
     """Let torch.compile make backward functions that can be called more than once.
 
-    Its cache on disk has these under a tag: otherwise it would take there one that was compiled
-    without instep, which gives other gradients when it is called again.
+    They have a tag in its cache on disk. Without a tag the cache would return a function that was
+    compiled to be called once, and that gives wrong gradients the second time.
     """
     from torch._functorch import config  # heavy; there by now, as something is compiled
 

@@ -123,7 +123,8 @@ class MultiRankSession:
         rank_local.register_rank()
         backward.on_first_work(self._begin)
         patch_table.install()
-        after_import("torch._dynamo", lambda _: allow_repeated_backward())  # of calls on trial
+        # The comparison of a call runs its backward before the script does.
+        after_import("torch._dynamo", lambda _: allow_repeated_backward())
         self._streams.install()
         non_finite.show_with(self._streams.print_error_line)
         sys.excepthook = self._excepthook

@@ -56,9 +56,9 @@ def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
         loss.backward()
     ```
     """
-    mean = 'instep.all_reduce(loss.detach(), "mean")'
+    reduction = 'instep.all_reduce(loss.detach(), "mean")'
     if info.ddp_calls:
-        mean = "dist.all_reduce(value)"
+        reduction = "dist.all_reduce(value)"
     for branch in info.script.all(ast.If):
         leaving = [each for each in branch.body if isinstance(each, ast.Break | ast.Continue)]
         outer = [*info.script.parent_loops(branch)]
@@ -71,7 +71,7 @@ def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
                 branch,
                 f"{test} is decided by this rank's rows",
                 "from N = 2 on, ranks leave out other steps than the others, or than one process",
-                f"{mean}  # decide by this: all ranks have it",
+                f"{reduction}  # decide by this: all ranks have it",
             )
 
 

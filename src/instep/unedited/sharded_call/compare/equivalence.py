@@ -26,7 +26,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import (
     Division,
     candidate_divisions,
-    has_no_rows,
+    has_layout_without_rows,
     has_other_lengths,
     is_entries,
     max_rows,
@@ -77,8 +77,10 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
     has_few = max_rows(leaves) < group.size
     if why is None and divisions:
         why = _compute_gradients(reference, group)
+    elif why is None and any(map(has_layout_without_rows, leaves)):
+        why = _SPARSE
     elif why is None:
-        why = _SPARSE if any(map(has_no_rows, leaves)) else FEW_ROWS if has_few else _NO_BATCH
+        why = FEW_ROWS if has_few else _NO_BATCH
     if why is not None:
         return CallResult(reference.value(), None, why, is_sharded=False)
     kinds: list[Callable[[], RowSums | None]] = [lambda: None]
@@ -115,8 +117,8 @@ def _readings(call: BoundCall, group: ShardGroup) -> list[BoundCall]:
     counts = [count for count in call.list_lengths() if count >= group.size]
     readings = map(call.by_entries, [*counts[:_MAX_READINGS], None])
     others = [reading for reading in readings if reading.structure != call.structure]
-    is_last = any(has_other_lengths(leaf) for reading in others for leaf in reading.leaves)
-    return [*others, call] if is_last else [call, *others]
+    are_ragged = any(has_other_lengths(leaf) for reading in others for leaf in reading.leaves)
+    return [*others, call] if are_ragged else [call, *others]
 
 
 def verify_plan(

@@ -200,7 +200,7 @@ class Reference:
             return self.call.run_whole()
 
     def note_draws(self) -> None:
-        """Find the shapes of what it draws."""
+        """Find what it draws, by one more forward."""
         self.before.restore()
         self.drawn = {}
         with observed(is_silent=True), noted_draws(self.drawn):

@@ -28,7 +28,8 @@ from instep.unedited.sharded_call.plan.division import (
 )
 from instep.unedited.sharded_call.plan.module_properties import parts_of
 
-MAX_FLAGS = 64
+_MAX_FLAGS = 64
+"""Of an object with options; it may have any number of attributes."""
 AttributePlace = tuple[int, str]
 """Which of a call's parts, and the name of an attribute there."""
 
@@ -132,7 +133,7 @@ def kind_of(leaf: Any, rows: int) -> Any:
         return leaf
     # The flags of an object with options, such as argparse's.
     options = getattr(leaf, "__dict__", None) or {}
-    flags = [(k, v) for k, v in list(options.items())[:MAX_FLAGS] if v is None or type(v) is bool]
+    flags = [(k, v) for k, v in list(options.items())[:_MAX_FLAGS] if v is None or type(v) is bool]
     return type(leaf), *flags
 
 

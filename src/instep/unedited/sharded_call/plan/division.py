@@ -173,8 +173,8 @@ def has_text(leaf: Any) -> bool:
 def size_differences(leaves: Sequence[Any], size: int) -> frozenset[tuple[int, int, str]]:
     """Where the shards of this batch differ in the sizes of their entries, of `size` shards.
 
-    What is padded to the longest entry, or divided by the sum of their lengths, may be another one
-    for a part of such a batch, and be the same for a part of others.
+    A module that pads to the longest entry, or divides by the sum of their lengths, gives other
+    results for a part of such a batch only: where the shards are alike, that cannot be seen.
     """
     rows = max_rows(leaves)
     found = set()
@@ -225,7 +225,9 @@ def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
     if lists:
         return list(dict.fromkeys(lists)) if dim == 0 else []
     arrays = [
-        leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and not has_no_rows(leaf)
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, Tensor | np.ndarray) and not has_layout_without_rows(leaf)
     ]
     sizes = [array.shape[dim] for array in arrays if array.ndim > dim]
     if not arrays and dim == 0:
@@ -240,7 +242,7 @@ def has_rows(leaf: Any) -> bool:
     return is_column(leaf) and (has_text(leaf) or not all(map(is_value, leaf)))
 
 
-def has_no_rows(leaf: Any) -> bool:
+def has_layout_without_rows(leaf: Any) -> bool:
     """Whether this is a tensor of a layout of which no rows can be taken."""
     return isinstance(leaf, Tensor) and leaf.layout not in (torch.strided, torch.sparse_coo)
 
@@ -282,7 +284,7 @@ def _count(leaf: Any) -> int:
 def _dim_of(leaf: Any, total: int, batch_dim: int) -> int | None:
     if is_column(leaf) or is_entries(leaf):
         return 0 if len(leaf) == total else None
-    if not isinstance(leaf, Tensor | np.ndarray) or has_no_rows(leaf):
+    if not isinstance(leaf, Tensor | np.ndarray) or has_layout_without_rows(leaf):
         return None
     for dim in (batch_dim, 1 - batch_dim):
         if leaf.ndim > dim and leaf.shape[dim] == total:
