@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -485,6 +486,47 @@ def test_the_address_of_a_listener_can_be_connected_to(
             assert listener.address == "x" * 60 + "/socket"
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(listener.address)
+
+
+@pytest.fixture
+def rank0_and_rank1(tmp_path: Path) -> tuple[Rank0Files, OverlayFiles]:
+    before = Layer(str(tmp_path / "before"))
+    return Rank0Files(before), OverlayFiles(Layer(str(tmp_path / "rank1" / "now" / "own")), before)
+
+
+def serve(address: tuple[str, int], name: bytes) -> tuple[socket.socket, threading.Thread]:
+    """A server that says its name to the first client."""
+    server = socket.create_server(address)
+
+    def answer() -> None:
+        client, _ = server.accept()
+        with client:
+            client.sendall(name)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return server, thread
+
+
+def test_each_rank_has_a_server_of_its_own_at_a_port(
+    rank0_and_rank1: tuple[Rank0Files, OverlayFiles], tmp_path: Path
+) -> None:
+    (tmp_path / "rank1").mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for files in rank0_and_rank1:
+        with all_patches(files):
+            running.append(serve(("127.0.0.1", port), type(files).__name__.encode()))
+    for files in rank0_and_rank1:
+        with all_patches(files), socket.create_connection(("localhost", port)) as client:
+            assert client.recv(100).decode() == type(files).__name__
+    for files, (server, thread) in zip(rank0_and_rank1, running, strict=True):
+        thread.join()
+        with all_patches(files), pytest.raises(OSError, match="in use"):
+            serve(("127.0.0.1", port), b"a second one")
+        server.close()
 
 
 def test_sockets_without_a_file_are_left_alone(tmp_path: Path) -> None:

@@ -713,6 +713,25 @@ def test_what_is_below_a_directory_that_was_removed_or_made_anew_is_not_there(
     assert (layer.find("/a/b"), layer.find("/b")) == (MISSING, None)
 
 
+def test_a_file_that_was_removed_is_missing_until_a_library_has_made_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sqlite3.connect asks more than once where the database is to be, before it makes one."""
+    monkeypatch.chdir(tmp_path)
+    write("removed", "w", "of the last run")
+    files = OverlayFiles(Layer(str(tmp_path / "layer1")), Layer(str(tmp_path / "before")))
+    with seen_through(files):
+        os.unlink("removed")
+        location = files.location_to_write("removed", os.O_CREAT)
+        assert not os.path.exists("removed")
+        assert "removed" not in os.listdir()
+        assert files.location_to_write("removed", os.O_CREAT) == location
+        assert not os.path.exists(location)
+        write("removed", "w", "new")
+        assert "removed" in os.listdir()
+    assert read("removed") == "of the last run"
+
+
 def test_another_name_of_a_temporary_file_is_the_same_file(rank1: Path) -> None:
     with tempfile.NamedTemporaryFile("w") as file:
         os.link(file.name, "other")

@@ -158,11 +158,14 @@ class Layer:
         return self.is_opaque(directory) or self.find(directory) == MISSING
 
     def add_file(self, path: str) -> str:
-        """Return the location where `path` is to be written; its parents are made."""
+        """Return the location where `path` is to be written; its parents are made.
+
+        A whiteout stays: until the file is there, lower layers must not show through.
+        """
         self._note_change(path)
         location = self._files + path
         os.makedirs(os.path.dirname(location), exist_ok=True)
-        self._unset(path, _WHITEOUT, _RELEASED, _METADATA_ONLY)
+        self._unset(path, _RELEASED, _METADATA_ONLY)
         return location
 
     def add_directory(self, path: str) -> str:
@@ -199,13 +202,14 @@ class Layer:
         os.unlink(self._files + path)
 
     def names(self, directory: str) -> tuple[set[str], set[str]]:
-        """The names that this layer has in a directory, and those that it has whiteouts for."""
+        """The names that this layer has in a directory, and those that it hides."""
         if directory not in self._flags_above and self._is_unchanged(directory):
             return set(), set()
         marks = _names(self._marks_in(directory))
         released = {name[1:] for name in marks if name[0] == _RELEASED}
         whiteouts = {name[1:] for name in marks if name[0] == _WHITEOUT}
-        return _names(self._files + directory) | released, whiteouts
+        there = _names(self._files + directory) | released
+        return there, whiteouts - there
 
     def visible_path(self, location: str) -> str:
         """The path whose file lies at `location`; `location` itself if it is not in this layer."""
