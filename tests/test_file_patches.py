@@ -35,6 +35,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     library_stand_ins.install(monkeypatch)
 
 
+def unnamed_file(folder: str) -> tuple[int, int]:
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        return os.write(fd, b"text"), os.fstat(fd).st_nlink
+    finally:
+        os.close(fd)
+
+
 def by_name() -> Iterator[Callable[[], object]]:
     """Every function of the files, with the arguments that it has by their names."""
     yield lambda: os.mkdir(path="d", mode=0o711)
@@ -120,6 +128,9 @@ def by_name() -> Iterator[Callable[[], object]]:
     yield lambda: os.getxattr(path="f", attribute="user.a")
     yield lambda: os.listxattr(path="f")
     yield lambda: os.removexattr(path="f", attribute="user.a")
+    yield lambda: unnamed_file(".")
+    yield lambda: unnamed_file("nowhere")
+    yield lambda: unnamed_file("f")
     yield from by_descriptor()
     yield tree
 

@@ -14,7 +14,7 @@ from inspect import signature
 from typing import Any
 
 from instep.process.patching import Function, replaced
-from instep.unedited.files.bypass import is_bypassed
+from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
 
@@ -151,6 +151,8 @@ def os_open(
     if not isinstance(files, OverlayFiles):
         return original(path, flags, mode, dir_fd=dir_fd)
     with script_paths_in_errors(path):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            return original(_directory_of_unnamed(files, path), flags, mode)
         if flags & _CHANGES:
             return original(files.location_to_write(path, flags), flags | os.O_CREAT, mode)
         fd: int = files.use(
@@ -158,6 +160,16 @@ def os_open(
         )
         files.record_open(fd, path)
         return fd
+
+
+@bypass_overlay()
+def _directory_of_unnamed(files: OverlayFiles, path: Any) -> str:
+    """Where this rank makes a file without a name that the script wants in the directory `path`."""
+    directory = files.location(path)
+    if not (os.path.isdir(directory) and os.access(directory, os.W_OK)):
+        return directory  # the kernel says why this fails
+    os.makedirs(files.layers[0].directory, exist_ok=True)
+    return files.layers[0].directory
 
 
 def truncate(original: Function, path: Any, length: int) -> None:
