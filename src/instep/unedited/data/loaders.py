@@ -34,6 +34,7 @@ from instep.unedited.data.batch_exchange import (
 )
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.generators import find_generator, may_set_generator
+from instep.unedited.data.rank0_batches import Rank0BatchIterator, Rank0Loading
 from instep.unedited.data.row_loading import (
     LoadedRows,
     LoadedSamples,
@@ -57,10 +58,11 @@ class _KnownDataset:
     generator: str | None = None
     """Where it holds a random generator."""
     has_warned: bool = False
+    rank0_loading: Rank0Loading = field(default_factory=Rank0Loading)
 
 
 _known_datasets = WeakIdKeyDictionary()
-_iterators: weakref.WeakSet[WholeBatchIterator] = weakref.WeakSet()
+_iterators: weakref.WeakSet[WholeBatchIterator | Rank0BatchIterator] = weakref.WeakSet()
 """Those of the script that may still be in use."""
 _channels = count(1)
 _has_mentioned_draws = False
@@ -72,7 +74,8 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     If the samples of a batch can be loaded one by one, each rank loads its own rows and the ranks
     exchange them; if that takes longer than loading all of them, or there is one rank, each loads
     all. In both cases each sample draws from a random stream of its own. Any other data set is
-    loaded whole on every rank as plain Python loads it: see `_can_load_rows`.
+    loaded whole on every rank as plain Python loads it: see `_can_load_rows`. If the ranks' workers
+    load different batches of it, those of rank 0 are the batches of all.
 
     Args:
         original: torch's own method.
@@ -80,7 +83,7 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     """
     loader.in_order = True  # otherwise the order depends on which worker happens to finish first
     if not _can_load_rows(loader):
-        return original(loader)
+        return _same_on_all_ranks(original(loader), loader)
     transport = get_transport()
     policy = _known(loader).policies.setdefault(
         (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
@@ -123,7 +126,7 @@ def _can_load_rows(loader: DataLoader[Any]) -> bool:
     those loaded before (a random generator of the dataset's own); in a thread or worker of the
     script's, unless it goes on with workers that persist; or if INSTEP_LOAD=whole forbids it.
     """
-    if str(settings.LOAD) == "whole" or is_rank_local() or isinstance(loader, ShardedLoader):
+    if not _may_share(loader):
         return False
     iterator: Any = loader._iterator
     if iterator is not None:
@@ -135,6 +138,38 @@ def _can_load_rows(loader: DataLoader[Any]) -> bool:
     if _loads_batches(loader.dataset) or is_deterministic(loader.dataset):
         return False
     return not _has_generator(loader)
+
+
+def _may_share(loader: DataLoader[Any]) -> bool:
+    whole = str(settings.LOAD) == "whole" or is_rank_local()
+    return not (whole or isinstance(loader, ShardedLoader))
+
+
+def _same_on_all_ranks(batches: Any, loader: DataLoader[Any]) -> Any:
+    """An iterator over batches that this rank's workers load; without workers, or in a thread of
+    the script's, `batches` itself."""
+    in_turn = bool(loader.num_workers) and in_main_thread() and get_transport().size > 1
+    if not (in_turn and _may_share(loader)):
+        return batches
+    line = (
+        "in its workers, each rank has other samples (a seed from the clock or from the number of "
+        "a process?). All ranks get those of rank 0."
+    )
+    same = Rank0BatchIterator(
+        batches,
+        _known(loader).rank0_loading,
+        pin=partial(_pin, loader),
+        report=partial(_warn, loader, line),
+    )
+    _iterators.add(same)
+    return same
+
+
+def _pin(loader: DataLoader[Any], batch: Any) -> Any:
+    if not (loader.pin_memory and torch.accelerator.is_available()):
+        return batch
+    device = torch.accelerator.current_accelerator()
+    return pin_memory(batch, device.type if device else None)
 
 
 def _loads_batches(dataset: object) -> bool:
@@ -233,7 +268,7 @@ class WholeBatchIterator:
         if plan.exchanges:
             batch = self._exchange(batch, plan)
         if isinstance(batch, LoadedSamples):
-            batch = self._pin(self._collate(batch.samples, plan))
+            batch = _pin(self._loader, self._collate(batch.samples, plan))
         if isinstance(batch, Exception):
             try:
                 raise batch
@@ -272,18 +307,12 @@ class WholeBatchIterator:
             RowDataset(copied, self._loader.collate_fn).load_rest(plan, draws=batch.draws)
         if batch.samples is not None:
             return LoadedSamples(batch.samples)
-        return self._pin(batch.collated)
+        return _pin(self._loader, batch.collated)
 
     def _collate(self, samples: list[Any], plan: LoadPlan) -> Any:
         if self._loader.num_workers:
             return self._dataset.collate(samples, plan.whole_request())
         return self._loader.collate_fn(samples)
-
-    def _pin(self, batch: Any) -> Any:
-        if not (self._loader.pin_memory and torch.accelerator.is_available()):
-            return batch
-        device = torch.accelerator.current_accelerator()
-        return pin_memory(batch, device.type if device else None)
 
     def _update_policy(self, batch: ExchangedBatch, plan: LoadPlan) -> None:
         if not batch.is_consistent:
