@@ -197,9 +197,10 @@ Ranks load their own samples and exchange them, unless a sample cannot be sent, 
 from a generator of its own, or loading samples writes files, changes numbers of the data set or
 prints; the line says which. The numbers are right, and loading is not faster on several ranks.
 
-Data that make their batches themselves (iterable data sets) are loaded by every rank without a line.
-If the workers of two ranks load other batches of them, since a worker draws with a seed from the clock
-or from the number of its process, a line says so, and all ranks get the batches of rank 0.""",
+Data that make their batches themselves (iterable data sets) are loaded by every rank without a
+line. If the workers of two ranks load other batches of them, since a worker draws with a seed from
+the clock or from the number of its process, a line says so, and all ranks get the batches of rank
+0.""",
     ),
     RunWarning(
         "INS714",
