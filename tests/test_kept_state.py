@@ -194,6 +194,99 @@ def test_what_a_forward_keeps_in_default_arguments_is_that_of_the_whole_batch() 
         assert "computes Counting whole: the variable seen depends on the rows" in log.getvalue()
 
 
+lengths: list[int] = []
+
+
+class Recorder:
+    """A class of the script's whose methods name a global variable."""
+
+    def add(self, x: Tensor) -> None:
+        lengths.append(len(x))
+
+
+class Calling(Around):
+    def forward(self, x: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
+        function(x.detach().sum(1))
+        return self.body(x)
+
+
+class Measuring(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder()
+
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        self.recorder.add(x)
+        return self.body(x)
+
+
+class Decorated(Around):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        lengths.append(len(x))
+        return self.body(x)
+
+
+class Computed(Around):
+    @property
+    def scale(self) -> float:
+        lengths.append(6)
+        return float(len(lengths))
+
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        return self.body(x) * self.scale
+
+
+def append_length(x: Tensor) -> None:
+    lengths.append(len(x))
+
+
+NAMING: dict[str, tuple[type[Around], Callable[[], Any]]] = {
+    "an argument names it": (Calling, lambda: append_length),
+    "an argument's closure": (
+        Calling,
+        lambda: (lambda kept: lambda x: kept.append(len(x)))(lengths),
+    ),
+    "a method of the list": (Calling, lambda: lengths.append),
+    "a partial": (Calling, lambda: partial(lambda kept, x: kept.append(len(x)), lengths)),
+    "a method of an object": (Measuring, lambda: None),
+    "within a library's decorator": (Decorated, lambda: None),
+    "a property": (Computed, lambda: None),
+}
+
+
+@pytest.mark.parametrize("case", NAMING)
+@ranks(2)
+def test_a_list_that_a_forward_reaches_through_functions_is_appended_to_once(case: str) -> None:
+    lengths.clear()
+    cls, make = NAMING[case]
+    model, x, function = cls(), torch.randn(6, 6), make()
+    with sharding():
+        for _ in range(4):
+            model(x, function)
+    assert [x if isinstance(x, int) else len(x) for x in lengths] == [6] * 4
+
+
+class DrawingByMethod(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = [random.Random(0).random, np.random.default_rng(0).random]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (1 + sum(draw() for draw in self.draws))
+
+
+@ranks(2)
+def test_the_method_of_a_generator_draws_for_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    plain, model, x = DrawingByMethod(), DrawingByMethod(), torch.randn(6, 6)
+    model.load_state_dict(plain.state_dict())
+    expected = [plain(x) for _ in range(4)]
+    with sharding():
+        outputs = [model(x) for _ in range(4)]
+    assert all(map(torch.allclose, outputs, expected))
+
+
 class Normalizer:
     """A network beside the model, as scripts keep one."""
 

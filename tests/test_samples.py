@@ -309,6 +309,32 @@ class OfClass:
     rng = np.random.default_rng(0)
 
 
+class WithSlots:
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = random.Random(0)
+
+
+class ListOfOwn(list):
+    def __init__(self):
+        self.rng = random.Random(0)
+
+
+class Static:
+    @staticmethod
+    def noise():
+        return _module_rng.random()
+
+
+def draws_in_a_list(x):
+    return [x + _module_rng.random() for _ in range(2)]
+
+
+def draws_from_its_default(x, rng=np.random.default_rng(0)):  # noqa: B008
+    return x + rng.random()
+
+
 networks.rng = random.Random(0)
 
 
@@ -325,18 +351,26 @@ def draws_from_another_module(x):
         (Holding(rng=torch.Generator()), "self.rng"),
         (Holding(kept={"a": [1, (np.random.PCG64(0),)]}), "self.kept['a'][1][0]"),
         (Holding(kept=deque([random.Random(0)])), "self.kept[0]"),
-        (Holding(kept={random.Random(0)}), "self.kept[0]"),
+        (Holding(kept={random.Random(0)}), "self.kept.item 0"),
         (Holding(transform=draws_from_the_module), "_module_rng"),
-        (Holding(transform=bound_to(random.Random(0))), "rng"),
-        (Holding(draw=random.Random(0).random), None),
+        (Holding(transform=draws_in_a_list), "_module_rng"),
+        (Holding(transform=draws_from_its_default), "self.transform(rng)"),
+        (Holding(transform=bound_to(random.Random(0))), "self.transform.rng"),
+        (Holding(draw=random.Random(0).random), "self.draw.__self__"),
+        (Holding(draw=random.random, numpy=np.random.rand), None),
+        (Holding(kept=WithSlots()), "self.kept.rng"),
+        (ListOfOwn(), "self.rng"),
+        (Static(), "_module_rng"),
         (Holding(draw=Holding(rng=random.Random(0)).__init__), "self.draw.__self__.rng"),
-        (Holding(draw=functools.partial(max, random.Random(0))), "self.draw[0]"),
-        (Holding(draw=functools.partial(max, key=random.Random(0))), "self.draw['key']"),
+        (Holding(draw=functools.partial(max, random.Random(0))), "self.draw.args[0]"),
+        (Holding(draw=functools.partial(max, key=random.Random(0))), "self.draw.keywords['key']"),
         (Drawing(), "_module_rng"),
+        (Holding(kind=Drawing), "_module_rng"),
+        (Holding(transform=lambda: OfClass.rng.random()), "OfClass.rng"),
         (OfClass(), "self.rng"),
         (Holding(transform=draws_from_another_module), "networks.rng"),
         (Holding(rng=torch.default_generator, other=random._inst), None),
-        (Holding(draw=not_yet_bound(), x=torch.ones(2), kind=Drawing, module=random), None),
+        (Holding(draw=not_yet_bound(), x=torch.ones(2), kind=Holding, module=random), None),
         (Holding(long=[*range(16), random.Random(0)]), None),
         (Holding(**{f"a{k}": object() for k in range(2100)}, z=random.Random(0)), None),
         (torch.utils.data.TensorDataset(torch.ones(3)), None),

@@ -27,7 +27,14 @@ def is_generator(value: object) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     numpy = _numpy_random()
-    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
+    return numpy is not None and isinstance(
+        value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    )
+
+
+def is_global(generator: object) -> bool:
+    """Whether this is one of those that torch's, Python's and numpy's functions draw from."""
+    return any(generator is each for each in _global_generators().values())
 
 
 def state_of(generator: Any) -> Any:
@@ -36,9 +43,8 @@ def state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
+    source = getattr(generator, "bit_generator", generator)
+    return source.state if hasattr(source, "state") else source.get_state(legacy=False)
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -47,10 +53,12 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
     else:
-        generator.set_state(state)
+        source = getattr(generator, "bit_generator", generator)
+        if hasattr(source, "state"):
+            source.state = state
+        else:
+            source.set_state(state)
 
 
 def describe_state(generator: Any) -> str | bytes:
@@ -108,14 +116,18 @@ def keep_in_step(loader: object, generators: Iterable[torch.Generator]) -> None:
         _others[loader] = {next(_numbers): generator for generator in generators}
 
 
-def _generators() -> dict[str, Any]:
-    """The global generators by their names, numpy's if it is in use, and those that are kept in
-    step by their numbers."""
+def _global_generators() -> dict[str, Any]:
+    """By their names; numpy's if it is in use."""
     found = {"torch": torch.default_generator, "python": random._inst}
     if (numpy := _numpy_random()) is not None:
         found["numpy"] = numpy.mtrand._rand
+    return found
+
+
+def _generators() -> dict[str, Any]:
+    """The global generators, and those that are kept in step by their numbers."""
     kept = ((str(number), each) for of in _others.values() for number, each in of.items())
-    return found | dict(kept)
+    return _global_generators() | dict(kept)
 
 
 def get_states() -> dict[str, Any]:

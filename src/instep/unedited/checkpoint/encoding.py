@@ -20,12 +20,11 @@ from torch.utils.data import DataLoader
 
 from instep.distributed.generator_states import state_of
 from instep.training.drift.bit_sums import is_comparable
+from instep.training.pytree import attributes_of, items_of
 from instep.training.random_streams import is_deterministic
 from instep.unedited.checkpoint.kinds import (
     MAPPINGS,
-    UNORDERED,
     Kind,
-    attribute_slots,
     form_of,
     grad_of,
     is_plain,
@@ -33,6 +32,7 @@ from instep.unedited.checkpoint.kinds import (
 )
 from instep.unedited.checkpoint.script_objects import ScriptObject, ScriptObjects, VariableScope
 from instep.unedited.errors import CannotSaveScriptError
+from instep.unedited.objects.referents import SET_ENTRY
 
 NEW = "new "
 """Before the path of an object that was made in the loop."""
@@ -179,14 +179,16 @@ class _Encoding:
                 for key, each in dict.items(value)
             ]
         elif node.kind in (Kind.LIST, Kind.TUPLE, Kind.SET):
-            entry["items"] = [self._value(f"{path}[{k}]", each) for k, each in enumerate(value)]
+            entry["items"] = [
+                self._value(f"{path}[{k}]", each) for k, each in enumerate(items_of(value))
+            ]
         elif node.kind in (Kind.CELL, Kind.CLASS):
             entry["slots"] = {key: self._value(f"{path}{key}", each) for key, each in node.slots}
             return entry
-        attributes = attribute_slots(value)
+        attributes = attributes_of(value)
         if attributes or node.kind in (Kind.INSTANCE, Kind.FUNCTION):
             entry["attributes"] = {
-                key[1:]: self._value(f"{path}{key}", each) for key, each in attributes
+                name: self._value(f"{path}.{name}", each) for name, each in attributes.items()
             }
         return entry
 
@@ -244,7 +246,7 @@ class _Encoding:
             return value
         known = self._before.paths.get(id(value))
         if known is not None:
-            if UNORDERED in known:
+            if SET_ENTRY in known:
                 raise _unknown(known, value)
             return {"at": known}
         if id(value) in self._now.nodes:

@@ -26,7 +26,8 @@ from instep.distributed.identity.accelerators import ACCELERATORS
 from instep.process.patching import ignored_warnings
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.pytree import PLAIN, attributes_of
-from instep.unedited.sharded_call.plan.object_graph import is_empty_cell, is_of_script
+from instep.unedited.objects.referents import is_bound_builtin, referents
+from instep.unedited.objects.script_code import is_of_script
 
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 BULK = 256
@@ -64,9 +65,6 @@ class Kind(StrEnum):
     """Looked at no further."""
 
 
-UNORDERED = ".item "
-"""In the path of an entry of a set: objects have another order there in each run."""
-
 _KINDS: tuple[tuple[Kind, Any], ...] = (
     (Kind.TENSOR, Tensor),
     (Kind.SCALER, torch.amp.GradScaler),
@@ -99,6 +97,7 @@ _PARTS_OF_TORCH = (
     *("torch.accelerator", "torch.profiler", "torch.autograd", "torch._C", "torch.utils.hooks"),
     *sorted({f"torch.{row.name}" for row in ACCELERATORS}),
 )
+_WITHOUT_SLOTS = (Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR, Kind.SCALER, Kind.ITERATOR)
 _WITH_POSITION = ("builtins", "itertools", "torch.utils.data.dataloader")
 """The modules whose iterators are saved by their position, or refused."""
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
@@ -116,6 +115,8 @@ def kind_of(value: Any) -> Kind:
     for kind, classes in _KINDS:
         if isinstance(value, classes):
             return kind
+    if is_bound_builtin(value):
+        return Kind.CALLABLE
     if isinstance(value, np.ndarray):
         return Kind.ARRAY if not value.dtype.hasobject else Kind.END
     if is_generator(value):
@@ -143,47 +144,17 @@ def _is_of_library(cls: type) -> bool:
 
 def slots_of(value: Any, kind: Kind) -> list[tuple[str, Any]]:
     """What an object of this kind contains: the end of a path to it, and the value."""
-    if kind is Kind.DICT:
-        pairs = list(dict.items(value))
-        found = [
-            (f"[{key!r}]" if is_plain(key) else f"[#{k}]", entry)
-            for k, (key, entry) in enumerate(pairs)
-        ]
-        found += [(f".key{k}", key) for k, (key, _) in enumerate(pairs) if not is_plain(key)]
-        return found + attribute_slots(value)
-    if kind in (Kind.LIST, Kind.TUPLE):
-        return [(f"[{k}]", entry) for k, entry in enumerate(value)] + attribute_slots(value)
-    if kind is Kind.SET:
-        return [(f"{UNORDERED}{k}", entry) for k, entry in enumerate(value)]
-    if kind is Kind.CELL:
-        return [] if is_empty_cell(value) else [(".value", value.cell_contents)]
+    if kind in _WITHOUT_SLOTS:
+        return []
+    if kind is Kind.LOADER:
+        return [(f".{name}", getattr(value, name)) for name in _OF_LOADER]
     if kind is Kind.CLASS:
         return [
             (f".{name}", entry)
             for name, entry in vars(value).items()
             if not name.startswith("__") or name in ("__call__", "__init__", "__getitem__")
         ]
-    if kind is Kind.FUNCTION:
-        free = value.__code__.co_freevars
-        cells = zip(free, value.__closure__ or (), strict=True)
-        found = [(f".{name}", cell) for name, cell in cells]
-        found += [(f".default{k}", entry) for k, entry in enumerate(value.__defaults__ or ())]
-        found += [(f".{k}", entry) for k, entry in (value.__kwdefaults__ or {}).items()]
-        return found + [(f".{k}", entry) for k, entry in vars(value).items()]
-    if kind is Kind.CALLABLE:
-        if isinstance(value, types.MethodType):
-            return [(".__self__", value.__self__), (".__func__", value.__func__)]
-        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    if kind is Kind.LOADER:
-        return [(f".{name}", getattr(value, name)) for name in _OF_LOADER]
-    if kind is Kind.INSTANCE:
-        return attribute_slots(value)
-    return []
-
-
-def attribute_slots(value: Any) -> list[tuple[str, Any]]:
-    """The attributes of an object, without those of its class."""
-    return [(f".{name}", entry) for name, entry in attributes_of(value).items()]
+    return [(key or ".value", entry) for key, entry in referents(value)]
 
 
 # -------------------------------------------------------------------------------- its content

@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.process import frames_from
 from instep.unedited.checkpoint.kinds import Kind, digest_of, form_of, is_plain, kind_of, slots_of
-from instep.unedited.sharded_call.plan.object_graph import is_of_script
+from instep.unedited.objects.script_code import is_of_script
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import GraphNode, ObjectGraph, is_same, join
+from instep.unedited.sharded_call.plan.object_graph import (
+    GraphNode,
+    ObjectGraph,
+    is_same,
+    is_variable,
+    join,
+)
 
 _ABSENT = object()
 
@@ -126,8 +132,8 @@ class _Comparison:
                 return "it names other variables"
             old = self._before.nodes.get(key)
             if path := self._find_in(actual, expected, old):
-                is_variable = path.startswith(("global variable", "variable"))
-                return f"{'the' if is_variable else 'its attribute'} {path} depends on the rows"
+                what = "the" if is_variable(path) else "its attribute"
+                return f"{what} {path} depends on the rows"
         return None
 
     def _find_in(self, actual: GraphNode, expected: GraphNode, old: GraphNode | None) -> str:

@@ -15,7 +15,7 @@ from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, join
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
@@ -50,9 +50,12 @@ def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class Snapshot:
-    """The state before or after a forward of `module` with these tensors among its arguments."""
+    """The state before or after a forward of `module` with these tensors among its arguments, and
+    these functions."""
 
-    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: list[Tensor], functions: Sequence[Any] = ()
+    ) -> None:
         self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._made = {
             *self._names,
@@ -74,7 +77,7 @@ class Snapshot:
             if kept is not None and (name in part._buffers or (follows and not kept.requires_grad))
         }
         """Those of a module that moves frozen parameters are among them."""
-        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)))
+        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), functions)
         self._versions = {
             "its input": [t._version for t in inputs if not t.is_inference()],
             **{
@@ -92,8 +95,7 @@ class Snapshot:
         kept = {"its input": plain, **_parameters_of(module)}
         for key, (tensor, path, _) in self.graph.tensors.items():
             if key not in own:
-                is_variable = path.startswith(("variable", "global variable"))
-                kept[f"the {path}" if is_variable else f"the tensor {path}"] = [tensor]
+                kept[f"the {path}" if is_variable(path) else f"the tensor {path}"] = [tensor]
         for what, tensors in kept.items():
             comparable = [tensor for tensor in tensors if is_comparable(tensor)]
             self._by_data.append((what, comparable, bit_sums(comparable).tolist()))

@@ -19,11 +19,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, SEQUENCES
+from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.plan.object_graph import (
     HOOK_TABLES,
     GraphNode,
     ObjectGraph,
-    is_of_script,
 )
 
 MAX_TABLES = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from instep.unedited.sharded_call.plan.division import (
     tensors_in,
 )
 from instep.unedited.sharded_call.plan.module_properties import parts_of
+from instep.unedited.sharded_call.plan.object_graph import FUNCTIONS
 
 _MAX_FLAGS = 64
 """Of an object with options; it may have any number of attributes."""
@@ -64,6 +65,11 @@ class BoundCall:
     def tensors(self) -> list[Tensor]:
         """Those among its arguments."""
         return [tensor for leaf in self.leaves for tensor in tensors_in(leaf)]
+
+    @property
+    def functions(self) -> list[Any]:
+        """Those among its arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, (*FUNCTIONS, partial))]
 
     @cached_property
     def is_on_accelerator(self) -> bool:
@@ -131,6 +137,8 @@ def kind_of(leaf: Any, rows: int) -> Any:
         return bool(leaf)
     if is_value(leaf):
         return leaf
+    if isinstance(leaf, FUNCTIONS):
+        return leaf.__module__, leaf.__qualname__
     # The flags of an object with options, such as argparse's.
     options = getattr(leaf, "__dict__", None) or {}
     flags = [(k, v) for k, v in list(options.items())[:_MAX_FLAGS] if v is None or type(v) is bool]

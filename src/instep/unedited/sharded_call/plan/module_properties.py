@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from instep.process import is_installed
 from instep.process.patching import ignored_warnings
 from instep.process.torch_private import has_script_buffers, is_caching_weights
+from instep.training.pytree import MAX_OBJECTS
+from instep.unedited.objects.referents import referents, walk
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -110,30 +112,21 @@ def is_library(file: str) -> bool:
     return is_installed(file) or "_vendor" in file.split("/")
 
 
+_CODE = (types.FunctionType, types.MethodType, types.CellType, functools.partial)
+
+
 def _reachable(hook: Any) -> tuple[list[types.FunctionType], list[Any]]:
     """The functions that a hook is made of, and what else these hold."""
-    functions: list[types.FunctionType] = []
-    values: list[Any] = []
-    waiting, known = [hook], set()
-    while waiting:
-        each = waiting.pop()
-        if id(each) in known:
-            continue
-        known.add(id(each))
-        if isinstance(each, functools.partial):
-            waiting += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, types.MethodType):
-            waiting += [each.__func__, each.__self__]
-        elif isinstance(each, types.FunctionType):
-            functions.append(each)
-            for cell in each.__closure__ or ():
-                with suppress(ValueError):  # empty as yet
-                    waiting.append(cell.cell_contents)
-        else:
-            values.append(each)
-            if each is hook and isinstance(type(each).__call__, types.FunctionType):
-                waiting.append(type(each).__call__)
-    return functions, values
+
+    def follow(_: str, value: Any) -> Iterable[tuple[str, Any]]:
+        is_entered = isinstance(value, (*_CODE, types.BuiltinMethodType, tuple, dict))
+        return referents(value) if is_entered else ()
+
+    call = type(hook).__call__
+    parts = [hook, call] if isinstance(call, types.FunctionType) else [hook]
+    found = [value for _, value in walk([("", part) for part in parts], follow, MAX_OBJECTS)]
+    functions = [value for value in found if isinstance(value, types.FunctionType)]
+    return functions, [value for value in found if not isinstance(value, _CODE)]
 
 
 _MUCH_WORK = 2**25
@@ -236,18 +229,3 @@ def ignore_grad_warnings(parts: Iterable[nn.Module]) -> Iterator[None]:
         return
     with ignored_warnings("The .grad attribute of a Tensor that is not a"):
         yield
-
-
-def default_arguments(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """The values that its arguments have where they are not given, by the arguments' names."""
-    code, values = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return [*zip(names, values, strict=True), *(function.__kwdefaults__ or {}).items()]
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of global variables and attributes in a function and in those inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import itertools
-import sys
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from instep.distributed.generator_states import describe_state, is_generator
-from instep.process import is_installed, is_stdlib
+from instep.distributed.generator_states import describe_state, is_generator, is_global
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN, attributes_of, items_of
-from instep.unedited.sharded_call.plan.module_properties import default_arguments, names_in
+from instep.unedited.objects.referents import default_arguments, is_empty_cell
+from instep.unedited.objects.script_code import functions_of, is_of_script, named_spaces, names_in
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
@@ -42,10 +41,9 @@ HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
 _FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
-_FUNCTIONS = (types.FunctionType, types.MethodType)
-_CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
 _EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
-_ENDS = (*PLAIN, type, Enum, types.ModuleType, *_CALLABLES)
+_ENDS = (*PLAIN, type, Enum, types.ModuleType, *FUNCTIONS)
 
 
 def is_table(part: nn.Module, name: str) -> bool:
@@ -154,14 +152,6 @@ def is_same(now: Any, kept: Any) -> bool:
     return isinstance(now, str | bytes | set) and bool(now == kept)
 
 
-def is_empty_cell(cell: types.CellType) -> bool:
-    """Whether a variable of a closure has no value yet, or none any more."""
-    try:
-        return cell.cell_contents is _ABSENT
-    except ValueError:
-        return True
-
-
 def _state_of(value: Any) -> str | bytes | None:
     """The state of a generator, a counter or a file; None for other objects."""
     if is_generator(value):
@@ -184,9 +174,12 @@ def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ObjectGraph:
-    """The object graph of some modules, given by their names, as it is now."""
+    """The object graph of some modules, given by their names, as it is now.
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    What `functions` lead to belongs to it, too.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module], functions: Iterable[Any] = ()) -> None:
         self.nodes: dict[Hashable, GraphNode] = {}
         self.roots: list[Hashable] = []
         """The keys of the nodes that no other leads to."""
@@ -201,6 +194,11 @@ class ObjectGraph:
             self.roots.append(id(part))
         for part in parts.values():
             self._follow_class(type(part))
+        for function in functions:
+            if isinstance(function, partial):
+                self._visit_root("argument partial", function)
+            else:
+                self._look(f"argument {function.__name__}", function)
         while self._waiting and len(self.nodes) < MAX_NODES:
             self._visit(*self._waiting.popleft())
 
@@ -237,7 +235,7 @@ class ObjectGraph:
             with DisableTorchFunctionSubclass():
                 version = -1 if value.is_inference() else value._version
             self.tensors.setdefault(id(value), (value, path, version))
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             if follow:
                 self._follow(value)
                 self._visit_owner(path, getattr(value, "__self__", None))
@@ -255,6 +253,7 @@ class ObjectGraph:
                 self._look(path, getattr(value, table))
             return
         contents = self._add(id(value), GraphNode(path, value)).contents
+        self._follow_class(type(value))
         if isinstance(contents, dict):
             contents = contents.values()
         elif not isinstance(contents, list | set):
@@ -274,15 +273,16 @@ class ObjectGraph:
             self._followed.add(id(base))
             if any(map(_is_state, vars(base).items())):
                 self._look_at_root(id(base), GraphNode(base.__name__, base))
-            for method in list(vars(base).values()):
-                if isinstance(getattr(method, "__func__", method), types.FunctionType):
-                    self._follow(method)
+            for method in functions_of(base):
+                self._follow(method)
 
     def _follow(self, function: Any) -> None:
         function = getattr(function, "__func__", function)
+        while isinstance(function, types.FunctionType) and not is_of_script(function):
+            function = vars(function).get("__wrapped__")  # decorators of libraries are around it
         if not isinstance(function, types.FunctionType):
             return
-        if id(function) in self._followed or not is_of_script(function):
+        if id(function) in self._followed:
             return
         self._followed.add(id(function))
         if vars(function):
@@ -298,19 +298,18 @@ class ObjectGraph:
                 is_empty_cell(cell) or self._look_beyond(f"variable {name}", cell.cell_contents)
             ):
                 self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
-        names = tuple(dict.fromkeys(names_in(function.__code__)))
-        self._look_at_globals(function.__globals__, names, "global variable ")
+        for prefix, space in named_spaces(function):
+            names = names_in(function.__code__)
+            self._look_at_globals(space, names, prefix or "global variable ")
 
     def _look_at_globals(self, space: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
         held = []
         for name in names:
             value = space.get(name, _ABSENT)
-            if isinstance(value, types.ModuleType):
-                if prefix.startswith("global") and is_of_script(value):
-                    self._look_at_globals(value.__dict__, names, f"{name}.")
-            elif isinstance(value, type):
+            if isinstance(value, type):
                 if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
                     self._look_at_root(id(value), GraphNode(value.__name__, value))
+                    self._follow_class(value)
             elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
                 held.append(name)
         if held:
@@ -322,15 +321,21 @@ class ObjectGraph:
         if isinstance(value, nn.Module):
             for name, buffer in value.named_buffers():
                 self._look(join(path, name), buffer)
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             self._look(path, value)
         return not _is_looked_at(value)
 
     def _visit_owner(self, path: str, owner: Any) -> None:
-        """Look at the object of which a function is a method."""
+        """Look at the object of which a function is a method: the script's, or one that Python or
+        numpy keeps state in."""
         if isinstance(owner, nn.Module):
             self._look_beyond(path, owner)
-        elif not isinstance(owner, type) and is_of_script(type(owner)):
+        elif is_generator(owner):
+            if not is_global(owner):
+                self._visit_root(path, owner)
+        elif isinstance(owner, list | dict | set | deque) or (
+            not isinstance(owner, type) and is_of_script(type(owner))
+        ):
             self._visit_root(path, owner)
 
     def _visit_root(self, path: str, value: Any) -> None:
@@ -349,6 +354,11 @@ class ObjectGraph:
             self._look(prefix + name, value, follow=False)
 
 
+def is_variable(path: str) -> bool:
+    """Whether the path begins with a variable, and not with an attribute of the module."""
+    return path.startswith(("argument ", "global variable ", "variable "))
+
+
 def join(path: str, name: object) -> str:
     """The path of an attribute of what `path` leads to."""
     return f"{path}.{name}".removeprefix(".")
@@ -356,7 +366,7 @@ def join(path: str, name: object) -> str:
 
 def _is_looked_at(value: Any) -> bool:
     """Whether a variable may hold state: other modules, functions and classes do not count."""
-    return not isinstance(value, (nn.Module, type, types.ModuleType, *_CALLABLES))
+    return not isinstance(value, (nn.Module, type, types.ModuleType, *FUNCTIONS))
 
 
 def _is_state(attribute: tuple[str, Any]) -> bool:
@@ -379,17 +389,3 @@ def has_contents(value: Any) -> bool:
 _OPAQUE = frozenset(
     {"torch", "instep", "weakref", "_thread", "threading", "ctypes", "typing", "logging"}
 )
-
-
-def is_of_script(value: Any) -> bool:
-    """Whether a function, class or module is the script's own and not a library's."""
-    if isinstance(value, type):
-        space: Mapping[str, Any] = vars(sys.modules.get(value.__module__, types))
-    else:
-        space = vars(value) if isinstance(value, types.ModuleType) else value.__globals__
-    name, file = str(space.get("__name__")), space.get("__file__")
-    if name.partition(".")[0] == "instep":
-        return False
-    if file is None:
-        return name == "__main__"
-    return not (is_installed(str(file)) or is_stdlib(str(file)))

@@ -1,0 +1,1 @@
+"""What the script's objects refer to, and which variables its functions name."""
