@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instep.unedited import patch_table
 from instep.unedited.files import os_functions
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from test_overlay import outcome

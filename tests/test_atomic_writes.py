@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from instep.unedited.files import atomic_writes, libraries, os_functions
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from launching import wait_until

@@ -14,7 +14,7 @@ import pytest
 
 from instep.errors import UneditedError
 from instep.unedited.files import rank0_files
-from instep.unedited.files.generations import Generations, before_layer
+from instep.unedited.files.layers.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes.command_files import CommandFiles, GenerationChange, stamps

@@ -26,8 +26,8 @@ from instep.distributed.rendezvous import bootstrap
 from instep.process.patching import PatchHandle
 from instep.unedited import patch_table
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.generations import Generations, before_layer
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.generations import Generations, before_layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children

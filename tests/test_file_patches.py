@@ -22,7 +22,7 @@ import torch
 
 import library_stand_ins
 from instep.unedited.files import os_functions
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from library_stand_ins import plain_write

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from instep.unedited.files import landlock
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from test_overlay import read, seen_through

@@ -26,14 +26,15 @@ from instep.distributed.identity.world import World
 from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
 from instep.unedited.files import (
-    generations,
+    layer_directories,
     os_functions,
     overlay,
     rank0_files,
     write_access,
 )
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer
+from instep.unedited.files.layers.generations import delete_files
+from instep.unedited.files.layers.layer import MISSING, Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
 from instep.unedited.files.rank0_files import Rank0Files
@@ -542,7 +543,7 @@ def test_a_file_that_vanishes_while_a_layer_is_emptied_is_none_too_few(
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "there").write_text("x")
     monkeypatch.setattr(os, "walk", lambda folder: [(f"{folder}/deep", [], ["vanished", "there"])])
-    generations.delete_files(str(tmp_path))
+    delete_files(str(tmp_path))
     assert os.listdir(tmp_path / "deep") == []
 
 
@@ -554,9 +555,9 @@ def test_the_last_rank_removes_the_layers_and_none_minds_if_they_are_gone(
     shared = tmp_path / "layers"
     for rank in range(2):
         (shared / f"rank{rank}").mkdir(parents=True)
-    directory = generations.SharedDirectory(generations._host(), str(shared))
+    directory = layer_directories.SharedDirectory(layer_directories._host(), str(shared))
     first, second = (
-        generations.LayerDirectories(directory, World(rank, 2, rank, 2)) for rank in range(2)
+        layer_directories.LayerDirectories(directory, World(rank, 2, rank, 2)) for rank in range(2)
     )
     assert second.writable() == [str(shared / "rank1"), str(shared)]
     shutil.rmtree(shared / "rank1")

@@ -27,7 +27,7 @@ from instep.errors import UneditedError
 from instep.process.patching import Patch
 from instep.unedited import opt_out, patch_table
 from instep.unedited.devices import DEVICE_PATCHES
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.opt_out import BatchEffect

@@ -28,7 +28,7 @@ print("right")
 KEEPS = """
 import os
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.errors import UneditedError
 

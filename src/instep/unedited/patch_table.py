@@ -19,7 +19,7 @@ from instep.process.torch_private import VF
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
 from instep.unedited.one_process_api import ONE_PROCESS_PATCHES

@@ -12,7 +12,7 @@ from typing import Any
 
 from instep.unedited.errors import UneditedError
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer, copy, is_directory, real_lstat
+from instep.unedited.files.layers.layer import MISSING, Layer, copy, is_directory, real_lstat
 from instep.unedited.files.paths import (
     PathResolver,
     StrOrBytesPath,

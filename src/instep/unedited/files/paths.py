@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from instep.process.storage import cache_folder
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer
+from instep.unedited.files.layers.layer import MISSING, Layer
 
 P = ParamSpec("P")
 T = TypeVar("T")

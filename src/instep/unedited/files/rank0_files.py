@@ -11,7 +11,7 @@ from threading import get_ident
 
 from instep.unedited.files.atomic_writes import atomic_write
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer, clone, copy, is_directory
+from instep.unedited.files.layers.layer import MISSING, Layer, clone, copy, is_directory
 from instep.unedited.files.paths import PathResolver, StrOrBytesPath
 
 KEPT_BYTES = 1 << 30

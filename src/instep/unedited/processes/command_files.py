@@ -19,13 +19,13 @@ from typing import Any
 
 from instep.unedited.errors import UneditedError
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.generations import (
+from instep.unedited.files.layers.generations import (
     Generations,
     before_layer,
     delete_files,
     generations_in_use,
 )
-from instep.unedited.files.layers import Layer, is_directory, remove_tree
+from instep.unedited.files.layers.layer import Layer, is_directory, remove_tree
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 

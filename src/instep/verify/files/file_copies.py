@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep.errors import VerificationError
-from instep.unedited.files.layers import copy, is_directory
+from instep.unedited.files.layers.layer import copy, is_directory
 from instep.unedited.files.paths import private_directories
 
 
