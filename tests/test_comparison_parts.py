@@ -14,6 +14,7 @@ from instep.unedited.sharded_call.compare.graph_difference import find_change, f
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan import attribute_changes
 from instep.unedited.sharded_call.plan.attribute_changes import MAX_VALUES, AttributeChanges
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import find_hooks, parts_of
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
@@ -76,10 +77,11 @@ def test_a_buffer_is_as_far_from_another_as_its_own_norm_says() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("seen", torch.tensor([0.3, 0.4]))
     module.running_var = torch.tensor([9.0, 16.0])
-    expected = Snapshot(module, [])
+    call = BoundCall.of(nn.Module.__call__, module, (), {})
+    expected = Snapshot(call)
     module.seen += torch.tensor([0.0, 0.1])
     module.running_mean += torch.tensor([0.0, 0.1])  # beside a mean of zero
-    errors = Snapshot(module, []).buffer_errors(expected)
+    errors = Snapshot(call).buffer_errors(expected)
     assert errors[0, "seen"] == pytest.approx((0.2, 0.2))
     assert errors[0, "running_mean"].to_spread == pytest.approx(0.02)
 

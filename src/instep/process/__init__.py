@@ -27,6 +27,11 @@ def is_installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(file.split(os.sep))
 
 
+def is_script_file(file: str) -> bool:
+    """Whether a file of Python code is the user's: not instep's, Python's or a package's."""
+    return not (file.startswith(PACKAGE_FOLDER) or is_stdlib(file) or is_installed(file))
+
+
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     """This frame, that of its caller, and so on to the outermost."""
     while frame is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
+from instep.process import PACKAGE_FOLDER, is_script_file
 from instep.process.exit_status import (
     UNKNOWN_RANK,
     describe_early_exit,
@@ -147,7 +147,7 @@ def format_interrupt(
     text = "" if first is None else first.text
     frames = re.findall(r'File "(.+)", line (\d+)', text)
     outside = [frame for frame in frames if not frame[0].startswith(PACKAGE_FOLDER)]
-    own = [frame for frame in outside if not (is_installed(frame[0]) or is_stdlib(frame[0]))]
+    own = [frame for frame in frames if is_script_file(frame[0])]
     seen = [f"{file}:{line}" for file, line in own or outside]
     seen += re.findall(r"It was last seen at (.+), ", text)
     what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"

@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from types import TracebackType
 
 from instep.errors import InstepError
-from instep.process import PACKAGE_FOLDER, is_installed, is_stdlib
+from instep.process import PACKAGE_FOLDER, is_script_file
 from instep.process.exit_status import UNKNOWN_RANK
 
 _LOST_PEER = (
@@ -80,7 +80,7 @@ def script_line(error: BaseException) -> str:
     libraries = _libraries()
     frames = [f for f in _frames(error.__traceback__) if not _is_in(f, *libraries)]
     files = [frame.tb_frame.f_code.co_filename for frame in frames]
-    own = [n for n, file in enumerate(files) if not (is_stdlib(file) or is_installed(file))]
+    own = [n for n, file in enumerate(files) if is_script_file(file)]
     for n in own[-1:] or range(len(files))[-1:]:
         return f"{files[n]}:{frames[n].tb_lineno}"
     return ""

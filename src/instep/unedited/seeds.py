@@ -17,14 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
-from instep.process import (
-    PACKAGE_FOLDER,
-    frames_from,
-    is_installed,
-    is_stdlib,
-    patching,
-    settings,
-)
+from instep.process import frames_from, is_script_file, patching, settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.import_hooks import after_import
 from instep.process.patching import Function, patches
@@ -185,8 +178,7 @@ def _is_called_by_script() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _PASSED_THROUGH:
         frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
-    return not (is_installed(file) or is_stdlib(file) or file.startswith(PACKAGE_FOLDER))
+    return is_script_file("" if frame is None else frame.f_code.co_filename)
 
 
 SEED_PATCHES = patches(

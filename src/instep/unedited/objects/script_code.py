@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from instep.process import is_installed, is_stdlib
+from instep.process import is_script_file
 
 _AROUND_FUNCTIONS = (
     *(staticmethod, classmethod, property),
@@ -24,12 +24,8 @@ def is_of_script(value: Any) -> bool:
         space: Mapping[str, Any] = vars(sys.modules.get(value.__module__, types))
     else:
         space = vars(value) if isinstance(value, types.ModuleType) else value.__globals__
-    name, file = str(space.get("__name__")), space.get("__file__")
-    if name.partition(".")[0] == "instep":
-        return False
-    if file is None:
-        return name == "__main__"
-    return not (is_installed(str(file)) or is_stdlib(str(file)))
+    file = space.get("__file__")
+    return space.get("__name__") == "__main__" if file is None else is_script_file(str(file))
 
 
 def functions_of(cls: type) -> Iterator[types.FunctionType]:

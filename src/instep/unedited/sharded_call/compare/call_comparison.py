@@ -167,7 +167,7 @@ class CallComparison:
         has_different_rows = division.has_different_rows(call.leaves)
         self._is_proof = has_different_rows and reference.has_finite_gradients()
         region, local, start = self._run(division, group)
-        after = Snapshot(call.module, call.tensors, call.functions)
+        after = Snapshot(call)
         why = self._tolerances.find_difference(after) or self._find_foreign_leaf(local, start)
         outputs = self._plan_outputs(local, region, why)
         self.progress = (_HAS_OUTPUTS, 0)

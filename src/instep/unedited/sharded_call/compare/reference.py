@@ -51,8 +51,8 @@ class Reference:
     """The whole forward of a call: its outputs, their gradients, and the state that it left."""
 
     def __init__(self, call: BoundCall) -> None:
-        self.before = Snapshot(call.module, call.tensors, call.functions)
-        self.before.note_values(call.module, call.tensors)
+        self.before = Snapshot(call)
+        self.before.note_values(call)
         attributes = TensorAttributes(call)
         watch = ArgumentWatch(call, call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
@@ -71,7 +71,7 @@ class Reference:
         self._side_effect = None if calls is None else effects.first
         """What it does that cannot be undone."""
         self._outside_change = None if calls is None else calls.find_change()
-        self.after = Snapshot(call.module, call.tensors, call.functions)
+        self.after = Snapshot(call)
         found = attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""

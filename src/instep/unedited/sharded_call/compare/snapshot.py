@@ -14,7 +14,7 @@ from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
-from instep.unedited.sharded_call.plan.bound_call import AttributePlace
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
@@ -50,12 +50,10 @@ def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class Snapshot:
-    """The state before or after a forward of `module` with these tensors among its arguments, and
-    these functions."""
+    """The state before or after a forward of this call."""
 
-    def __init__(
-        self, module: nn.Module, inputs: list[Tensor], functions: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, call: BoundCall) -> None:
+        module = call.module
         self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._made = {
             *self._names,
@@ -77,9 +75,9 @@ class Snapshot:
             if kept is not None and (name in part._buffers or (follows and not kept.requires_grad))
         }
         """Those of a module that moves frozen parameters are among them."""
-        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), functions)
+        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), call.functions)
         self._versions = {
-            "its input": [t._version for t in inputs if not t.is_inference()],
+            "its input": [t._version for t in call.tensors if not t.is_inference()],
             **{
                 what: [p._version for p in parameters if not p.is_inference()]
                 for what, parameters in _parameters_of(module).items()
@@ -88,10 +86,11 @@ class Snapshot:
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""
 
-    def note_values(self, module: nn.Module, inputs: list[Tensor]) -> None:
+    def note_values(self, call: BoundCall) -> None:
         """Note what the forward must not change by `.data`, too: that has no new version."""
+        module = call.module
         own = {id(tensor) for tensor in (*nn.Module.parameters(module), *module.buffers())}
-        plain = [x for x in inputs if not isinstance(x, ShardedOutput)]
+        plain = [x for x in call.tensors if not isinstance(x, ShardedOutput)]
         kept = {"its input": plain, **_parameters_of(module)}
         for key, (tensor, path, _) in self.graph.tensors.items():
             if key not in own:

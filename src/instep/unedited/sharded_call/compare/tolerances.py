@@ -55,7 +55,7 @@ class Noise:
             for again, out in zip(outputs, reference.outputs, strict=True)
         ]
         self.outputs = list(map(max, self.outputs, errors))
-        after = Snapshot(call.module, call.tensors, call.functions)
+        after = Snapshot(call)
         for key, error in after.buffer_errors(reference.after).items():
             self.buffers[key] = max(self.buffers.get(key, 0.0), error.to_spread)
         grads = reference.gradient_errors(outputs)

@@ -36,7 +36,7 @@ def run_watched(
     It does so, too, where it prints, writes files, or fails for the rows of some ranks.
     Collective. Raises ShardedCallError if it has changed tensors among its arguments in place.
     """
-    before, seen = Snapshot(call.module, call.tensors, call.functions), versions(call.tensors)
+    before, seen = Snapshot(call), versions(call.tensors)
     dicts = ArgumentDicts(call)
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(

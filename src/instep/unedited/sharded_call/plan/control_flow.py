@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.process import PACKAGE_FOLDER, is_stdlib
+from instep.process import PACKAGE_FOLDER, is_script_file
 from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
@@ -192,7 +192,7 @@ class _Branches:
 
 def _is_of_script(code: CodeType) -> bool:
     file = code.co_filename
-    return not (file.startswith(("<", PACKAGE_FOLDER)) or is_stdlib(file) or is_library(file))
+    return is_script_file(file) and not (file.startswith("<") or is_library(file))
 
 
 def _noting(method: Any, trace: ForwardTrace) -> Any:
