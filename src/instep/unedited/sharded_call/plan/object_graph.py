@@ -188,19 +188,23 @@ class ObjectGraph:
         self.external: set[str] = set()
         """The paths that lead to a file or a thread."""
         self._waiting: deque[tuple[str, Any]] = deque()
+        self._code: deque[Any] = deque()
+        """Functions and classes whose variables are not looked at yet."""
         self._followed: set[int] = set()
         for path, part in parts.items():
             self._visit_module(path, part)
             self.roots.append(id(part))
-        for part in parts.values():
-            self._follow_class(type(part))
+        self._code.extend(map(type, parts.values()))
         for function in functions:
             if isinstance(function, partial):
                 self._visit_root("argument partial", function)
             else:
                 self._look(f"argument {function.__name__}", function)
-        while self._waiting and len(self.nodes) < MAX_NODES:
-            self._visit(*self._waiting.popleft())
+        while (self._code or self._waiting) and len(self.nodes) < MAX_NODES:
+            if self._code:
+                self._follow(self._code.popleft())
+            else:
+                self._visit(*self._waiting.popleft())
 
     def restore(self) -> None:
         """Let all of it contain again what it did."""
@@ -237,7 +241,7 @@ class ObjectGraph:
             self.tensors.setdefault(id(value), (value, path, version))
         elif isinstance(value, FUNCTIONS):
             if follow:
-                self._follow(value)
+                self._code.append(getattr(value, "__func__", value))
                 self._visit_owner(path, getattr(value, "__self__", None))
         elif id(value) not in self.nodes:
             self._waiting.append((path, value))
@@ -253,7 +257,7 @@ class ObjectGraph:
                 self._look(path, getattr(value, table))
             return
         contents = self._add(id(value), GraphNode(path, value)).contents
-        self._follow_class(type(value))
+        self._code.append(type(value))
         if isinstance(contents, dict):
             contents = contents.values()
         elif not isinstance(contents, list | set):
@@ -265,26 +269,26 @@ class ObjectGraph:
 
     # ---------------------------------------------------------------- variables of the script
 
-    def _follow_class(self, cls: type) -> None:
-        """Look at the variables that the methods of a class name."""
-        for base in cls.__mro__:
-            if id(base) in self._followed or not is_of_script(base):
-                continue
-            self._followed.add(id(base))
-            if any(map(_is_state, vars(base).items())):
-                self._look_at_root(id(base), GraphNode(base.__name__, base))
-            for method in functions_of(base):
-                self._follow(method)
+    def _follow(self, code: Any) -> None:
+        """Look at the variables that a function or the methods of a class name."""
+        if isinstance(code, type):
+            for base in filter(is_of_script, code.__mro__):
+                self._follow_class(base)
+            return
+        while isinstance(code, types.FunctionType) and not is_of_script(code):
+            code = vars(code).get("__wrapped__")  # a library's decorator is around it
+        if isinstance(code, types.FunctionType) and id(code) not in self._followed:
+            self._followed.add(id(code))
+            self._follow_function(code)
 
-    def _follow(self, function: Any) -> None:
-        function = getattr(function, "__func__", function)
-        while isinstance(function, types.FunctionType) and not is_of_script(function):
-            function = vars(function).get("__wrapped__")  # decorators of libraries are around it
-        if not isinstance(function, types.FunctionType):
-            return
-        if id(function) in self._followed:
-            return
-        self._followed.add(id(function))
+    def _follow_class(self, cls: type) -> None:
+        if id(cls) not in self._followed:
+            self._followed.add(id(cls))
+            if any(map(_is_state, vars(cls).items())):
+                self._look_at_root(id(cls), GraphNode(cls.__name__, cls))
+            self._code.extend(functions_of(cls))
+
+    def _follow_function(self, function: types.FunctionType) -> None:
         if vars(function):
             name = f"{function.__qualname__}."
             self._look_at_root(id(function), GraphNode(name[:-1], function), name)
@@ -309,7 +313,7 @@ class ObjectGraph:
             if isinstance(value, type):
                 if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
                     self._look_at_root(id(value), GraphNode(value.__name__, value))
-                    self._follow_class(value)
+                    self._code.append(value)
             elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
                 held.append(name)
         if held:
@@ -326,16 +330,13 @@ class ObjectGraph:
         return not _is_looked_at(value)
 
     def _visit_owner(self, path: str, owner: Any) -> None:
-        """Look at the object of which a function is a method: the script's, or one that Python or
-        numpy keeps state in."""
+        """Look at the object of which a function is a method, if it may hold state."""
+        is_state = isinstance(owner, list | dict | set | deque) or (
+            is_generator(owner) and not is_global(owner)
+        )
         if isinstance(owner, nn.Module):
             self._look_beyond(path, owner)
-        elif is_generator(owner):
-            if not is_global(owner):
-                self._visit_root(path, owner)
-        elif isinstance(owner, list | dict | set | deque) or (
-            not isinstance(owner, type) and is_of_script(type(owner))
-        ):
+        elif is_state or (not isinstance(owner, type) and is_of_script(type(owner))):
             self._visit_root(path, owner)
 
     def _visit_root(self, path: str, value: Any) -> None:
