@@ -538,6 +538,42 @@ def test_what_loading_changes_is_changed_by_every_rank():
     assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
 
 
+class Tally:
+    __slots__ = ("calls", "table")
+
+    def __init__(self):
+        self.calls, self.table = 0, {"calls": 0}
+
+
+class TalliedInside(Noisy):
+    """Counts its samples in an object that it holds, or in a dict of that."""
+
+    def __init__(self, n, by_table):
+        super().__init__(n)
+        self.tallies, self.by_table = [Tally()], by_table
+
+    def __getitem__(self, index):
+        (tally,) = self.tallies
+        if self.by_table:
+            tally.table["calls"] += 1
+        else:
+            tally.calls += 1
+        return torch.tensor(index)
+
+
+@ranks(1, 3)
+def test_what_loading_counts_in_an_object_of_the_data_set_every_rank_counts():
+    for by_table in (False, True):
+        data = TalliedInside(14, by_table)
+        with redirect_stderr(said := io.StringIO()):
+            list(batches(DataLoader(data, 5)))
+        (tally,) = data.tallies
+        assert (tally.table["calls"] if by_table else tally.calls) == 14
+        what = ".table['calls']" if by_table else ".calls"
+        line = f"loading a sample changes TalliedInside.tallies[0]{what}."
+        assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
+
+
 class Talking(Noisy):
     """Prints a line about some of its samples, of what they drew."""
 

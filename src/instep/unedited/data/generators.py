@@ -34,7 +34,7 @@ def may_set_generator(init: object) -> bool:
     """Whether a worker_init_fn may give the data set of a worker a generator of its own, as in
     `get_worker_info().dataset.rng = default_rng(seed)`."""
     code = getattr(getattr(init, "func", init), "__code__", None)
-    return code is not None and "dataset" in code.co_names
+    return code is not None and "dataset" in names_in(code)
 
 
 def _follow(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -18,9 +18,13 @@ from torch.utils.data import Subset, get_worker_info
 
 from instep.process.patching import Function
 from instep.unedited.files.os_functions import current_files
+from instep.unedited.objects.referents import referents, walk
+from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.compare.side_effects import replaced_in_streams, watched_writes
 
 _PLAIN = (bool, int, float, str)
+_MAX_OBJECTS, _MAX_ENTRIES = 64, 16
+"""What is looked at before and after the rows of each batch; and of a list or dict."""
 
 
 class LoadingEffects:
@@ -44,10 +48,10 @@ class LoadingEffects:
         for thread, path in list(self._files.changed.items()):
             if path and thread not in self._others:
                 return f"writes files ({os.path.basename(path)})"
-        for name, value in self._state().items():
-            before = self._before.get(name, getattr(type(self._dataset), name, None))
+        for path, value in self._state().items():
+            before = self._before.get(path, getattr(type(self._dataset), path[1:], None))
             if type(before) is type(value) and before != value:
-                return f"changes {type(self._dataset).__name__}.{name}"
+                return f"changes {type(self._dataset).__name__}{path}"
         return ""
 
     @contextmanager
@@ -63,16 +67,23 @@ class LoadingEffects:
             yield
 
     def _state(self) -> Mapping[str, Any]:
-        """Numbers and texts of the data set, and how far its files are written. In a worker none:
-        the script does not see them there."""
-        if get_worker_info() is not None:
-            return {}
+        """Numbers and texts of the data set and of the objects that it holds, and how far its files
+        are written. In a worker none: the script does not see them there."""
         state: dict[str, Any] = {}
-        for name, value in getattr(self._dataset, "__dict__", {}).items():
-            if type(value) in _PLAIN:
-                state[name] = value
-            elif isinstance(value, io.TextIOWrapper | io.BufferedWriter):
-                state[name] = _position(value)
+        if get_worker_info() is not None:
+            return state
+
+        def follow(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+            if not path or isinstance(value, list | tuple | dict) or is_of_script(type(value)):
+                for key, entry in referents(value, _MAX_ENTRIES):
+                    if type(entry) in _PLAIN:
+                        state[path + key] = entry
+                    else:
+                        yield path + key, entry
+
+        for path, value in walk([("", self._dataset)], follow, _MAX_OBJECTS):
+            if isinstance(value, io.TextIOWrapper | io.BufferedWriter):
+                state[path] = _position(value)
         return state
 
 

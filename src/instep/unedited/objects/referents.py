@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from instep.training.pytree import PLAIN, SEQUENCES, attributes_of, is_value, items_of
+from instep.training.pytree import PLAIN, SEQUENCES, attributes_of, is_value
 
 SET_ENTRY = ".item "
 """In the path of an entry of a set: objects have another order there in each run."""
@@ -53,7 +53,8 @@ def referents(value: Any, most: int | None = None) -> Iterator[tuple[str, Any]]:
                 yield f".key{k}", key
     elif isinstance(value, SEQUENCES):
         is_set = isinstance(value, set | frozenset)
-        for k, entry in enumerate(islice(items_of(value), most)):
+        kind: Any = next(each for each in SEQUENCES if isinstance(value, each))
+        for k, entry in enumerate(islice(kind.__iter__(value), most)):
             yield (f"{SET_ENTRY}{k}" if is_set else f"[{k}]"), entry
     elif isinstance(value, types.CellType):
         if not is_empty_cell(value):

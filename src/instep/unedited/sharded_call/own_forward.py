@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from instep.unedited.objects.script_code import functions_of, names_in
 from instep.unedited.sharded_call.plan.module_properties import CALL_HOOKS
 
 _FORWARD = "forward"
@@ -57,14 +58,12 @@ def as_calls(module: nn.Module) -> Iterator[None]:
 def _calls_forward(kind: type[nn.Module]) -> bool:
     """Whether a method of the class, but not nn.Module's, names `forward`."""
     if kind not in _known:
-        methods = (
-            method
+        _known[kind] = any(
+            _FORWARD in names_in(method.__code__)
             for each in kind.__mro__
             if each is not nn.Module and issubclass(each, nn.Module)
-            for method in vars(each).values()
+            for method in functions_of(each)
         )
-        names = (getattr(getattr(each, "__code__", None), "co_names", ()) for each in methods)
-        _known[kind] = any(_FORWARD in each for each in names)
     return _known[kind]
 
 
