@@ -172,7 +172,7 @@ def _may_be(name: str, uuid: str) -> bool:
 # ------------------------------------------------------------------------ this host, without torch
 
 
-def count_devices(accelerator: Accelerator, root: Path = _ROOT) -> int:
+def count_devices(accelerator: Accelerator, root: Path) -> int:
     """How many of this kind the host has, by its files."""
     if not accelerator.files:
         return 0

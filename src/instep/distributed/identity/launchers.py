@@ -229,7 +229,7 @@ def is_launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> 
     return read or name in _NAMES or name.startswith(_PREFIXES)
 
 
-def has_chosen_threads(environ: Mapping[str, str] = os.environ) -> bool:
+def has_chosen_threads(environ: Mapping[str, str]) -> bool:
     """Whether the launcher has set OMP_NUM_THREADS, and not its user: `instep run` divides the
     cores, torchrun gives 1 to each rank."""
     one_each = "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1"
@@ -281,7 +281,7 @@ def is_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in names) and launcher.world(environ) == world
 
 
-def master_port(environ: Mapping[str, str] = os.environ) -> int:
+def master_port(environ: Mapping[str, str]) -> int:
     """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
     port = read_number(environ, "MASTER_PORT")
     if not 0 < port < 2**16:

@@ -108,29 +108,30 @@ class CallComparison:
 
         Collective.
         """
+        self._division = division
         if self.reference.is_random and not self.reference.drawn:
             self.reference.note_draws()  # in a part of the batch another length may equal its rows
         while True:
             self.reference.before.restore()
-            found, why = self._attempt(division)
+            found, why = self._attempt()
             if found is not None:
                 plan, joined = found
                 return (plan, write_back(unflatten(joined, plan.structure), self.call)), ""
-            if not self._has_learned(division):
+            if not self._has_learned():
                 self.reference.after.restore()
                 return None, why
 
-    def _attempt(self, division: Division) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
+    def _attempt(self) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
         """The plan and the joined outputs, if all ranks have found the same as the whole
         forward."""
         with observed(is_silent=True):
             return attempt(
-                lambda checked: self._compare(division, replace(self._group, transport=checked)),
+                lambda checked: self._compare(replace(self._group, transport=checked)),
                 self._group.transport,
                 checks_indices=self.call.is_on_accelerator,
             )
 
-    def _has_learned(self, division: Division) -> bool:
+    def _has_learned(self) -> bool:
         """Whether more is known of the call now by which a difference may be explained."""
         transport, tolerances = self._group.transport, self._tolerances
         if self.stored is None and on_any_rank(self._has_foreign_leaf, transport):
@@ -144,29 +145,29 @@ class CallComparison:
             tolerances.measure_sums()
             return True
         if not tolerances.flips and on_any_rank(tolerances.may_flip, transport):
-            tolerances.flips = self._is_same_in_another_rounding(division)
+            tolerances.flips = self._is_same_in_another_rounding()
             return tolerances.flips
         return False
 
-    def _is_same_in_another_rounding(self, division: Division) -> bool:
+    def _is_same_in_another_rounding(self) -> bool:
         """Whether the sharded call has the gradients of the whole one if its parameters are one
         rounding error away. Units that flip do not flip in each rounding; a wrong sum is always
         wrong."""
         for seed in range(PERTURBATIONS, 2 * PERTURBATIONS):  # not those that tell the noise
             self.reference.before.restore()
             with perturbed(self.call.module, seed):
-                found, _ = self._attempt(division)
+                found, _ = self._attempt()
             if found is not None:
                 return True
         return False
 
-    def _compare(self, division: Division, group: ShardGroup) -> tuple[ShardingPlan, list[Any]]:
-        """Run the call with this division. Raises ShardedCallError if it is not the same."""
+    def _compare(self, group: ShardGroup) -> tuple[ShardingPlan, list[Any]]:
+        """Run the call sharded. Raises ShardedCallError if it is not the same."""
         call, reference = self.call, self.reference
         self.progress = (0, 0)
-        has_different_rows = division.has_different_rows(call.leaves)
+        has_different_rows = self._division.has_different_rows(call.leaves)
         self._is_proof = has_different_rows and reference.has_finite_gradients()
-        region, local, start = self._run(division, group)
+        region, local, start = self._run(group)
         after = Snapshot(call)
         why = self._tolerances.find_difference(after) or self._find_foreign_leaf(local, start)
         outputs = self._plan_outputs(local, region, why)
@@ -191,7 +192,7 @@ class CallComparison:
         after.restore()  # what was computed since has left traces
         return plan, joined
 
-    def _run(self, division: Division, group: ShardGroup) -> tuple[Region, LocalOutputs, int]:
+    def _run(self, group: ShardGroup) -> tuple[Region, LocalOutputs, int]:
         """The forward on this rank's rows, its outputs, and the number of its first autograd node.
 
         Raises ShardedCallError if it prints, or returns another structure than the whole one.
@@ -202,7 +203,7 @@ class CallComparison:
         run = partial(
             run_local,
             call,
-            division,
+            self._division,
             group,
             is_random=reference.is_random,
             row_dims=DrawRowDims(reference.drawn),
