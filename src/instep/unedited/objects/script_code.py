@@ -21,7 +21,7 @@ _INSIDE = ("__func__", "fget", "fset", "fdel", "func")
 def is_of_script(value: Any) -> bool:
     """Whether a function, class or module is the script's own and not a library's."""
     if isinstance(value, type):
-        space: Mapping[str, Any] = vars(sys.modules.get(value.__module__, types))
+        space: Mapping[str, Any] = getattr(sys.modules.get(value.__module__), "__dict__", {})
     else:
         space = vars(value) if isinstance(value, types.ModuleType) else value.__globals__
     file = space.get("__file__")

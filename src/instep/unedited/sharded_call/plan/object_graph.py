@@ -271,22 +271,19 @@ class ObjectGraph:
 
     def _follow(self, code: Any) -> None:
         """Look at the variables that a function or the methods of a class name."""
-        if isinstance(code, type):
-            for base in filter(is_of_script, code.__mro__):
-                self._follow_class(base)
-            return
         while isinstance(code, types.FunctionType) and not is_of_script(code):
             code = vars(code).get("__wrapped__")  # a library's decorator is around it
-        if isinstance(code, types.FunctionType) and id(code) not in self._followed:
-            self._followed.add(id(code))
+        if not isinstance(code, types.FunctionType | type) or id(code) in self._followed:
+            return
+        self._followed.add(id(code))
+        if isinstance(code, types.FunctionType):
             self._follow_function(code)
-
-    def _follow_class(self, cls: type) -> None:
-        if id(cls) not in self._followed:
-            self._followed.add(id(cls))
-            if any(map(_is_state, vars(cls).items())):
-                self._look_at_root(id(cls), GraphNode(cls.__name__, cls))
-            self._code.extend(functions_of(cls))
+            return
+        if is_of_script(code):
+            if any(map(_is_state, vars(code).items())):
+                self._look_at_root(id(code), GraphNode(code.__name__, code))
+            self._code.extend(functions_of(code))
+        self._code.extend(code.__bases__)
 
     def _follow_function(self, function: types.FunctionType) -> None:
         if vars(function):
