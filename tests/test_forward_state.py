@@ -47,6 +47,42 @@ class Momentum(nn.Module):
         return self.online(x) + self.target(x).detach()
 
 
+class Masked(nn.Linear):
+    """Some of its weights are to be zero, as those of PixelCNN's convolutions."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril())
+
+    def forward(self, x):
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class Bounded(nn.Linear):
+    """Its rows have a norm of `bound` at most, as in EEGNet."""
+
+    def __init__(self, bound):
+        super().__init__(4, 4)
+        self.bound = bound
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, self.bound)
+        return super().forward(x)
+
+
+def grown(steps=14):
+    """Its norms reach the bound when its calls have been divided for a while."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Bounded(1.2))
+    target = torch.full((6, 4), 10.0)
+
+    def norms(_):
+        return model[1].weight.norm(dim=1)
+
+    return trained(model, norms, steps, lambda out: (out - target).square().mean() / 8)
+
+
 class Centred(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
@@ -128,7 +164,7 @@ def in_closure():
     return trained(OfClosure(4, 4), lambda _: seen)
 
 
-def trained(model, state, steps=5):
+def trained(model, state, steps=5, loss=lambda out: out.square().mean()):
     """The outputs, the state after each step, and the parameters at the end."""
     record = []
     for _ in range(steps):
@@ -136,7 +172,7 @@ def trained(model, state, steps=5):
         first = out[0] if isinstance(out, tuple) else out
         if first.requires_grad and not isinstance(out, tuple):
             model.zero_grad()
-            first.square().mean().backward()
+            loss(first).backward()
             with torch.no_grad():
                 for p in model.parameters():
                     if p.grad is not None:
@@ -172,6 +208,9 @@ CASES = {
     "parameters set by the first batch": lambda: trained(Initialized(), lambda m: m.shift),
     "a momentum network": lambda: trained(Momentum(False), lambda m: m.target.weight),
     "one by assignment": lambda: trained(Momentum(True), lambda m: m.target.weight),
+    "weights that are masked": lambda: trained(Masked(), lambda m: m.weight),
+    "a norm that is bounded": lambda: trained(Bounded(0.5), lambda m: m.weight),
+    "a norm that is bounded later": grown,
     "an attribute by .data": lambda: trained(Centred(), lambda m: m.centre),
     "a tensor of the closure": in_closure,
     "a global tensor": of_global,
@@ -184,12 +223,28 @@ CASES = {
 }
 
 
+MOVING = {
+    "a momentum network": lambda: Momentum(False),
+    "one by assignment": lambda: Momentum(True),
+    "a mask": Masked,
+    "a bound": lambda: Bounded(0.5),
+}
+
+
 @ranks(2)
-@pytest.mark.parametrize("by_assignment", [False, True])
-def test_a_network_that_follows_another_is_divided_from_the_second_call_on(by_assignment):
+@pytest.mark.parametrize("name", MOVING)
+def test_a_forward_that_moves_parameters_is_divided_from_the_second_call_on(name):
     with sharding():
-        trained(Momentum(by_assignment), lambda m: m.target.weight)
+        trained(MOVING[name](), lambda _: 0)
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (4, 1)
+
+
+@ranks(2)
+def test_a_forward_that_begins_to_move_parameters_is_compared_anew():
+    with sharding():
+        norms = grown()[1:-4:2]
+    assert norms[2].max() < 1.2 - 1e-3  # of calls that are divided before the bound is reached
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (13, 1)
 
 
 @ranks(2)

@@ -47,9 +47,10 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.whole_report import report_whole
 
 _FIRST_CALLS = 3
+_OF_PARAMETERS = (ReasonKind.CHANGES_PARAMETERS, ReasonKind.MOVES_PARAMETERS)
 _IN_FIRST_CALL = (
+    *_OF_PARAMETERS,
     ReasonKind.SIDE_EFFECT,
-    ReasonKind.CHANGES_PARAMETERS,
     ReasonKind.UNLIKE_BUFFERS,
     ReasonKind.KEEPS_TENSORS,
 )
@@ -106,8 +107,6 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if result.why_whole is not None:
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
-        if result.why_whole.kind is ReasonKind.CHANGES_PARAMETERS:
-            note_changed_parameters(call.module)
     elif tuner is not None:
         tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
     if entry.plan is not None and result.is_sharded:
@@ -152,7 +151,9 @@ def _run_planned(
         return _find_plan(call, entry, group)
     if is_new or entry.is_sampled(plan):
         gradients = is_new or not plan.has_values
-        return _conclude(entry, compare_traced(call, plan, entry.flow, group, gradients=gradients))
+        return _conclude(
+            entry, call.module, compare_traced(call, plan, entry.flow, group, gradients=gradients)
+        )
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = WholeReason(mismatch + entry.divided_calls())
         return CallResult(call.run_whole(), None, why, is_sharded=False)
@@ -160,15 +161,19 @@ def _run_planned(
         return run_timed(call, plan, tuner, group)
     had_zeros = not plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
     if had_zeros or entry.is_watched(call, plan, group):
-        return _conclude(entry, run_watched(call, plan, entry.flow, group))
+        return _conclude(entry, call.module, run_watched(call, plan, entry.flow, group))
     plan, output = run_sharded(call, plan, group)
     return CallResult(output, plan)
 
 
-def _conclude(entry: CacheEntry, result: CallResult) -> CallResult:
+def _conclude(entry: CacheEntry, module: nn.Module, result: CallResult) -> CallResult:
     """What a call that had a plan comes to, if it was compared."""
     if not result.is_compared:
         return result
+    _note_changes(module, result.why_whole)
+    if result.why_whole and result.why_whole.kind is ReasonKind.MOVES_PARAMETERS:
+        entry.unproven = entry.divided_calls()
+        return replace(result, plan=None, why_whole=None)  # the next call is compared in its place
     why = result.why_whole and result.why_whole.followed_by(entry.divided_calls())
     entry.last_compared = entry.calls
     return replace(result, why_whole=why)
@@ -178,7 +183,9 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
     """Make the first call with this key, or one of the next where the first ones do not tell."""
     with entry.flow.traced() as trace:
         result = find_plan(call, group, is_first=entry.calls == 1)
-    why = result.why_whole
+    _note_changes(call.module, result.why_whole)
+    why = result.why_whole and result.why_whole.followed_by(entry.unproven)
+    entry.last_compared = entry.calls
     if why is None:
         learn(trace, entry.flow, group)
     elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
@@ -191,6 +198,11 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
     if result.plan is not None and result.plan.sums_without_rows is not None:
         plan_cache.compare_others(entry, call.module)
     return replace(result, why_whole=why)
+
+
+def _note_changes(module: nn.Module, why: WholeReason | None) -> None:
+    if why is not None and why.kind in _OF_PARAMETERS:
+        note_changed_parameters(module)
 
 
 def _run_parts_or_whole(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> Any:

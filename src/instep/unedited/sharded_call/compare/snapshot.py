@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from instep.process.torch_private import set_version_counter
@@ -19,9 +18,18 @@ from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_varia
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.shards.module_tables import address_of
 
 BufferKey = tuple[int, str]
 """Which of the modules, and the buffer's name there."""
+
+
+class BufferState(NamedTuple):
+    """A buffer, its memory and what was there."""
+
+    buffer: Tensor
+    data: Tensor
+    value: Tensor
 
 
 class BufferDistance(NamedTuple):
@@ -37,16 +45,19 @@ class BufferDistance(NamedTuple):
 
 DRAWS_OUTSIDE_TORCH = "its forward draws from numpy's or Python's random numbers"
 _TRAINED, _FROZEN = "its parameters", "its frozen parameters"
-_following: WeakSet[nn.Module] = WeakSet()
-"""Modules whose forward moves frozen parameters, as MoCo's second network follows the first: from
-the next comparison on these are set back and compared as buffers are."""
+_moving: WeakSet[nn.Module] = WeakSet()
+"""Modules whose forward moves frozen parameters, as MoCo's second network follows the first, or
+others by `.data`, as a norm that is bounded: from the next comparison on their parameters are set
+back and compared as buffers are."""
 
 
 def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
     """Those that a forward must not change."""
-    parameters: list[Tensor] = list(nn.Module.parameters(module))
-    frozen = [] if module in _following else [p for p in parameters if not p.requires_grad]
-    return {_TRAINED: [p for p in parameters if p.requires_grad], _FROZEN: frozen}
+    kept: list[Tensor] = [] if module in _moving else list(nn.Module.parameters(module))
+    return {
+        _TRAINED: [p for p in kept if p.requires_grad],
+        _FROZEN: [p for p in kept if not p.requires_grad],
+    }
 
 
 class Snapshot:
@@ -67,14 +78,14 @@ class Snapshot:
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
-        follows = module in _following
+        moves = module in _moving
         self.buffers = {
-            (k, name): (kept, kept.detach().clone())
+            (k, name): BufferState(kept, kept.data, kept.detach().clone())
             for k, part in enumerate(self._parts)
             for name, kept in (*part._buffers.items(), *part._parameters.items())
-            if kept is not None and (name in part._buffers or (follows and not kept.requires_grad))
+            if kept is not None and (moves or name in part._buffers)
         }
-        """Those of a module that moves frozen parameters are among them."""
+        """The parameters of a module that moves them are among them."""
         self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), call.functions)
         self._versions = {
             "its input": [t._version for t in call.tensors if not t.is_inference()],
@@ -100,13 +111,13 @@ class Snapshot:
             self._by_data.append((what, comparable, bit_sums(comparable).tolist()))
 
     def restore(self) -> None:
-        """Set everything back, except inputs and parameters (see `find_change`)."""
+        """Set everything back, except inputs, and parameters that must not change."""
         self._others.restore()
         self._torch.restore()
-        for (k, name), (buffer, value) in self.buffers.items():
-            if buffer.shape != value.shape:  # an observer of quantization makes room for channels
-                with torch.no_grad():
-                    buffer.resize_(value.shape)
+        for (k, name), (buffer, data, value) in self.buffers.items():
+            # A forward may assign `.data`; an observer of quantization makes room for channels.
+            if buffer.shape != value.shape or address_of(buffer) != address_of(data):
+                buffer.data = data
             buffer.data.copy_(value)
             part = self._parts[k]
             table: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
@@ -137,12 +148,15 @@ class Snapshot:
             what = "part" if made in after._names else "parameter"
             return WholeReason(f"its forward makes the {what} {made}", ReasonKind.MAKES_PART)
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
+        moved = {*changed} <= {_FROZEN}  # an optimizer inside of a forward has a state of its own
         changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
-        if {*changed} == {_FROZEN}:
-            _following.add(self._parts[0])
         if changed:
-            is_parameter = changed[0] in (_TRAINED, _FROZEN)
-            kind = ReasonKind.CHANGES_PARAMETERS if is_parameter else ReasonKind.LASTING
+            kind = ReasonKind.LASTING
+            if changed[0] in (_TRAINED, _FROZEN):
+                kind = ReasonKind.CHANGES_PARAMETERS
+            if moved and {*changed} <= {_TRAINED, _FROZEN}:
+                kind = ReasonKind.MOVES_PARAMETERS
+                _moving.add(self._parts[0])
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
         places = {(self._parts[k], name) for k, name in kept}
         change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
@@ -154,12 +168,12 @@ class Snapshot:
         return {key: self._buffer_error(key, expected) for key in keys}
 
     def _buffer_error(self, key: BufferKey, expected: Snapshot) -> BufferDistance:
-        actual, right = self.buffers[key][1], expected.buffers[key][1]
+        actual, right = self.buffers[key].value, expected.buffers[key].value
         part, name = key
-        _, variance = expected.buffers.get((part, "running_var"), (None, None))
+        variance = expected.buffers.get((part, "running_var"))
         spread = 0.0
         if name == "running_mean" and variance is not None:
-            spread = float(variance.double().sqrt().norm())
+            spread = float(variance.value.double().sqrt().norm())
         return BufferDistance(relative_error(actual, right), relative_error(actual, right, spread))
 
     def find_difference(
@@ -178,7 +192,8 @@ class Snapshot:
             return f"its forward makes the buffer {self._path(*min(others))}"
         for key in self.buffers:
             if key in far:
-                return f"its buffer {self._path(*key)} differs"
+                kind = "parameter" if key[1] in self._parts[key[0]]._parameters else "buffer"
+                return f"its {kind} {self._path(*key)} differs"
         return graph_difference.find_difference(self.graph, expected.graph, before.graph, tolerance)
 
     def _path(self, part: int, name: str) -> str:

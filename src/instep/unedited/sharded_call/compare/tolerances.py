@@ -111,7 +111,7 @@ class Tolerances:
     def find_difference(self, local: Snapshot) -> str | None:
         """Say which state a sharded forward has left otherwise; None if none."""
         before, after = self._reference.before, self._reference.after
-        devices = {buffer.device.type for buffer, _ in after.buffers.values()}
+        devices = {state.buffer.device.type for state in after.buffers.values()}
         limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
         noises = self._noise.buffers if self._noise else {}
         far = [

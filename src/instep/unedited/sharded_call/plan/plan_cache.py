@@ -94,6 +94,8 @@ class CacheEntry:
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
+    unproven: str = ""
+    """See `divided_calls`: of a comparison that is to be made again."""
     tuners: dict[int, CallTuner] | None = field(
         default_factory=lambda: {} if settings.divides_by_time() else None
     )

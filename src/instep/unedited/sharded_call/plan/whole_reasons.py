@@ -17,6 +17,8 @@ class ReasonKind(Enum):
     """A forward has done what cannot be undone; many do it in their first call only."""
     CHANGES_PARAMETERS = auto()
     """Likewise; and the ranks' parameters may come to differ by rounding."""
+    MOVES_PARAMETERS = auto()
+    """Likewise; and the next comparison can set the parameters back."""
     MAKES_PART = auto()
     """A forward has made a part of its module, which the next call finds."""
     UNLIKE_BUFFERS = auto()

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -47,6 +48,7 @@ class ModuleTables:
         self._stored = [_Slot(*place) for place in stored]
         self._replaced: list[_Slot] = []
         self._aliases: list[dict[int, Tensor]] = []
+        self._addresses: dict[int, int] = {}
         self._buffers: list[_Slot] = []
         self._copies: list[list[Tensor]] = []
         """Of each shard, its buffers; those of the first are the module's."""
@@ -72,6 +74,7 @@ class ModuleTables:
         self._aliases = [dict(zip(keys, each, strict=True)) for each in aliases]
         places = [*self._parameters, *self._stored]
         self._replaced = [slot for slot in places if id(slot.value) in self._aliases[0]]
+        self._addresses = {key: address_of(alias) for key, alias in self._aliases[0].items()}
 
     def show(self, shard: int) -> None:
         """From now on the module has the parameters and buffers of this shard."""
@@ -88,8 +91,18 @@ class ModuleTables:
 
     def restore(self) -> None:
         """Show the module's own parameters again, and the buffers as the first shard left them."""
+        for slot in self._replaced:
+            alias = self._aliases[0][id(slot.value)]
+            if address_of(alias) != self._addresses[id(slot.value)]:  # by `weight.data = ...`
+                slot.value.data = alias.data
         self._aliases = self._aliases and [{id(s.value): s.value for s in self._replaced}]
         self.show(0)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it is not a plain one."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if is_plain else 0
 
 
 def _refresh_flat_weights(recurrent: Sequence[nn.RNNBase]) -> None:
