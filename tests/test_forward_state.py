@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import instep
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.run.sharded_output import LARGE
@@ -81,6 +82,12 @@ def grown(steps=14):
         return model[1].weight.norm(dim=1)
 
     return trained(model, norms, steps, lambda out: (out - target).square().mean() / 8)
+
+
+class Renewed(nn.Linear):
+    def forward(self, x):
+        self.bias = nn.Parameter(self.bias.detach() / 2)
+        return super().forward(x)
 
 
 class Centred(nn.Linear):
@@ -211,6 +218,7 @@ CASES = {
     "weights that are masked": lambda: trained(Masked(), lambda m: m.weight),
     "a norm that is bounded": lambda: trained(Bounded(0.5), lambda m: m.weight),
     "a norm that is bounded later": grown,
+    "a parameter that is made anew": lambda: trained(Renewed(4, 4), lambda m: m.bias),
     "an attribute by .data": lambda: trained(Centred(), lambda m: m.centre),
     "a tensor of the closure": in_closure,
     "a global tensor": of_global,
@@ -245,6 +253,17 @@ def test_a_forward_that_begins_to_move_parameters_is_compared_anew():
         norms = grown()[1:-4:2]
     assert norms[2].max() < 1.2 - 1e-3  # of calls that are divided before the bound is reached
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (13, 1)
+
+
+@ranks(2)
+def test_that_a_forward_makes_a_parameter_anew_is_reported():
+    with sharding() as log:
+        trained(Renewed(4, 4), lambda _: 0)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Renewed whole: its forward makes the parameter bias anew. "
+            "[INS711]\n"
+        )
 
 
 @ranks(2)
@@ -341,7 +360,6 @@ def test_nested_tensors_are_left_to_torch():
 
 @ranks(2)
 def test_arguments_with_infinite_values_are_compared_as_others_are():
-    import instep
     from instep.distributed.communication.transport import get_transport
 
     def mismatch(*values):

@@ -66,14 +66,12 @@ class Snapshot:
     def __init__(self, call: BoundCall) -> None:
         module = call.module
         self._names, self._parts = zip(*module.named_modules(), strict=True)
-        self._made = {
-            *self._names,
-            *(
-                self._path(k, name)
-                for k, part in enumerate(self._parts)
-                for name, _ in part._parameters.items()  # a script's table has no iterator
-            ),
+        self._parameters = {
+            self._path(k, name): parameter
+            for k, part in enumerate(self._parts)
+            for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
+        self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
@@ -147,6 +145,9 @@ class Snapshot:
         for made in sorted(after._made - self._made):
             what = "part" if made in after._names else "parameter"
             return WholeReason(f"its forward makes the {what} {made}", ReasonKind.MAKES_PART)
+        for name, parameter in after._parameters.items():
+            if parameter is not self._parameters[name]:
+                return WholeReason(f"its forward makes the parameter {name} anew")
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         moved = {*changed} <= {_FROZEN}  # an optimizer inside of a forward has a state of its own
         changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
