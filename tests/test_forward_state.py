@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import instep
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.run.sharded_output import LARGE
@@ -264,6 +265,25 @@ def test_that_a_forward_makes_a_parameter_anew_is_reported():
             "instep: every rank computes Renewed whole: its forward makes the parameter bias anew. "
             "[INS711]\n"
         )
+
+
+class RenewedLater(nn.Linear):
+    """No line or branch tells that it begins to."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        late = self.calls // 6 % 2
+        name, value = (("note", 0), ("bias", nn.Parameter(self.bias.detach() / 2)))[late]
+        setattr(self, name, value)
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_forward_that_begins_to_make_a_parameter_anew_is_an_error():
+    with sharding(), pytest.raises(ShardedCallError, match="began to make its parameter bias anew"):
+        trained(RenewedLater(4, 4), lambda _: 0, 8)
 
 
 @ranks(2)

@@ -110,6 +110,11 @@ def _run_sharded(
     if plan.draws_outside_torch:
         _check_draws(name, group)
     _check_outputs(name, plan, local, structure, start)
+    if region.new_parameter:
+        raise ShardedCallError(
+            f"{name} began to make its parameter {region.new_parameter} anew in its forward. Run "
+            "this script with --plain, or change the parameter that is there."
+        )
     joined = [
         join_output(parts, how, region) for parts, how in zip(local, plan.outputs, strict=True)
     ]
@@ -232,6 +237,7 @@ def run_local(
             shards[0].run()
         else:
             _run_in_threads(shards, region, tables)
+        region.new_parameter = tables.find_new_parameter()
     if before != versions(call.tensors):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]

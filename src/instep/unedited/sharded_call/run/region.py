@@ -48,6 +48,8 @@ class Region:
     gradients: CallGradients = field(default_factory=CallGradients)
     threads: ShardThreads | None = None
     """The run of several shards, while it is under way."""
+    new_parameter: str = ""
+    """The name of a parameter that the forward has made."""
 
     @property
     def shard(self) -> int:

@@ -89,6 +89,15 @@ class ModuleTables:
                 table[name] = aliases[id(parameter)]
             _refresh_flat_weights(self._recurrent)
 
+    def find_new_parameter(self) -> str:
+        """The name of one that the forward of the shown shard has made; "" if there is none."""
+        aliases = self._aliases[self._shown] if self._aliases else {}
+        for table, name, parameter in self._parameters:
+            # A script's table has no `get`.
+            if name not in table or table[name] is not aliases.get(id(parameter), parameter):
+                return str(name)
+        return ""
+
     def restore(self) -> None:
         """Show the module's own parameters again, and the buffers as the first shard left them."""
         for slot in self._replaced:
