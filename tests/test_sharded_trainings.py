@@ -1191,6 +1191,32 @@ def parameters_in_objects_and_lists(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model(x * 2).square().mean())
 
 
+class Mixed(Around):
+    """Weights units by a plain tensor, as DARTS does, which keeps it in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alphas = torch.zeros(3, device=device(), dtype=torch.double, requires_grad=True)
+        self.architecture = [self.alphas]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.architecture[0].exp() + self.alphas
+
+
+@sharded
+def plain_tensors_that_are_trained(log: Log) -> None:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.architecture, lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.step()
+        optimizer.zero_grad()
+        log.loss(model.alphas.sum())
+        return F.cross_entropy(model(x), y) + model.alphas.square().sum()
+
+    train(log, model, step)
+
+
 # ---------------------------------------------------- whole on every rank
 
 

@@ -33,6 +33,7 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
+from instep.unedited.sharded_call.plan.stored_parameters import plain_parameters
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import (
     ArgumentWatch,
@@ -56,6 +57,7 @@ class Reference:
         attributes = TensorAttributes(call)
         watch = ArgumentWatch(call, call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
+        self._plain_parameters = plain_parameters(call.module)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
         compiles = is_compiled(call.parts)
@@ -155,7 +157,7 @@ class Reference:
         another argument to an argument, or a weight that a cache of the script keeps.
         Raises RuntimeError where the forward has freed it.
         """
-        self._products = VectorJacobianProducts.of(self.call, self.outputs)
+        self._products = VectorJacobianProducts.of(self.call, self.outputs, self._plain_parameters)
         if not (self._can_release and self._products.cotangents) or self.uses_older():
             self._gradients = self._products.grads(self.outputs)
             return

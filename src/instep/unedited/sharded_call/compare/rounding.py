@@ -234,8 +234,10 @@ class VectorJacobianProducts:
     targets: list[Tensor]
 
     @classmethod
-    def of(cls, call: BoundCall, outputs: Sequence[Any]) -> VectorJacobianProducts:
-        """With random cotangents, the same on all ranks."""
+    def of(
+        cls, call: BoundCall, outputs: Sequence[Any], others: Sequence[Tensor] = ()
+    ) -> VectorJacobianProducts:
+        """With random cotangents, the same on all ranks; `others`: more targets."""
         generator = torch.Generator().manual_seed(0)
         of_scalars, of_others = {}, {}
         for k, out in enumerate(outputs):
@@ -250,7 +252,7 @@ class VectorJacobianProducts:
                 of_scalars[k] = (1 + torch.rand((), generator=generator, device="cpu")).to(out)
         parameters = [p for p in nn.Module.parameters(call.module) if p.requires_grad]
         inputs = [x for x in call.tensors if x.requires_grad]
-        targets = list({id(t): t for t in (*parameters, *inputs)}.values())
+        targets = list({id(t): t for t in (*parameters, *others, *inputs)}.values())
         return cls(tuple(each for each in (of_others, of_scalars) if each), targets)
 
     def sum_errors(self, outputs: Sequence[Any], expected: Products) -> list[float]:

@@ -1,7 +1,7 @@
-"""Where a module keeps its parameters a second time: in lists, dicts and objects of its own.
+"""Where a module keeps parameters beside its tables: in attributes, lists, dicts and objects.
 
 Keras's layers read them from objects, and some modules from a list that their constructor makes.
-There, too, the aliases of a sharded call must stand in for the parameters.
+DARTS has plain tensors for parameters. There, too, the aliases of a sharded call must stand in.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ class StoredParameter:
             return False
 
 
+def plain_parameters(module: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of a module and its parts that the script may train: they are no
+    nn.Parameter, require a gradient, and were not computed."""
+    kept = (value for part in module.modules() for value in part.__dict__.values())
+    return [x for x in kept if type(x) is Tensor and x.is_leaf and x.requires_grad]
+
+
 def find_stored_parameters(module: nn.Module) -> tuple[StoredParameter, ...]:
     """All such places of the parameters that require a gradient; the nearest MAX_NODES objects are
     searched."""
@@ -67,6 +74,7 @@ def find_stored_parameters(module: nn.Module) -> tuple[StoredParameter, ...]:
         for p in nn.Module.parameters(module)
         if isinstance(p, nn.Parameter) and p.requires_grad
     }
+    parameters.update(map(id, plain_parameters(module)))
     found: list[StoredParameter] = []
     known: set[int] = set()
     waiting: deque[tuple[Link, ...]] = deque(

@@ -66,7 +66,8 @@ class ModuleTables:
 
     def trained_parameters(self) -> list[Tensor]:
         """The parameters that require a gradient, each once."""
-        return list({id(slot.value): slot.value for slot in self._parameters}.values())
+        slots = (*self._parameters, *self._stored)
+        return list({id(slot.value): slot.value for slot in slots}.values())
 
     def replace(self, parameters: Sequence[Tensor], aliases: Sequence[Sequence[Tensor]]) -> None:
         """For each shard, what `show` puts in the place of these parameters."""
