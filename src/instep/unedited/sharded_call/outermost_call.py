@@ -185,7 +185,7 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
         result = find_plan(call, group, is_first=entry.calls == 1)
     _note_changes(call.module, result.why_whole)
     why = result.why_whole and result.why_whole.followed_by(entry.unproven)
-    entry.last_compared = entry.calls
+    entry.unproven, entry.last_compared = "", entry.calls
     if why is None:
         learn(trace, entry.flow, group)
     elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
@@ -201,6 +201,7 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
 
 
 def _note_changes(module: nn.Module, why: WholeReason | None) -> None:
+    """Remember whether a comparison has found that a forward changes parameters."""
     if why is not None and why.kind in _OF_PARAMETERS:
         note_changed_parameters(module)
 

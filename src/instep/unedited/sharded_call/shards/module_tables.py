@@ -7,7 +7,7 @@ only one of another rank; the others have copies of them, which are forgotten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class ModuleTables:
         self._stored = [_Slot(*place) for place in stored]
         self._replaced: list[_Slot] = []
         self._aliases: list[dict[int, Tensor]] = []
-        self._addresses: dict[int, int] = {}
+        self._addresses: list[int] = []
         self._buffers: list[_Slot] = []
         self._copies: list[list[Tensor]] = []
         """Of each shard, its buffers; those of the first are the module's."""
@@ -75,7 +75,7 @@ class ModuleTables:
         self._aliases = [dict(zip(keys, each, strict=True)) for each in aliases]
         places = [*self._parameters, *self._stored]
         self._replaced = [slot for slot in places if id(slot.value) in self._aliases[0]]
-        self._addresses = {key: address_of(alias) for key, alias in self._aliases[0].items()}
+        self._addresses = _addresses_of(self._aliases[0].values())
 
     def show(self, shard: int) -> None:
         """From now on the module has the parameters and buffers of this shard."""
@@ -92,21 +92,33 @@ class ModuleTables:
 
     def find_new_parameter(self) -> str:
         """The name of one that the forward of the shown shard has made; "" if there is none."""
-        aliases = self._aliases[self._shown] if self._aliases else {}
+        if not self._aliases:  # then it stays
+            return ""
+        aliases = self._aliases[self._shown]
         for table, name, parameter in self._parameters:
             # A script's table has no `get`.
-            if name not in table or table[name] is not aliases.get(id(parameter), parameter):
+            if name not in table or table[name] is not aliases[id(parameter)]:
                 return str(name)
         return ""
 
     def restore(self) -> None:
         """Show the module's own parameters again, and the buffers as the first shard left them."""
-        for slot in self._replaced:
-            alias = self._aliases[0][id(slot.value)]
-            if address_of(alias) != self._addresses[id(slot.value)]:  # by `weight.data = ...`
-                slot.value.data = alias.data
+        own = self._aliases[0] if self._aliases else {}
+        pairs = zip(own, self._addresses, _addresses_of(own.values()), strict=True)
+        moved = {key for key, before, after in pairs if before != after}  # by `weight.data = ...`
+        for slot in self._replaced if moved else ():
+            if id(slot.value) in moved:
+                slot.value.data = own[id(slot.value)].data
         self._aliases = self._aliases and [{id(s.value): s.value for s in self._replaced}]
         self.show(0)
+
+
+def _addresses_of(tensors: Collection[Tensor]) -> list[int]:
+    """Where the memory of each begins, in a tenth of the time that `address_of` takes."""
+    try:
+        return [tensor.data_ptr() for tensor in tensors]
+    except (NotImplementedError, RuntimeError):
+        return [address_of(tensor) for tensor in tensors]
 
 
 def address_of(tensor: Tensor) -> int:
