@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -352,6 +354,29 @@ def run(
     return done
 
 
+@dataclass(frozen=True)
+class Alone:
+    """How plain Python ran a script, and the folder that it wrote."""
+
+    done: subprocess.CompletedProcess[str]
+    files: Path
+
+
+def run_alone(folder: Path, text: str, *arguments: str) -> Alone:
+    return Alone(run(folder, [sys.executable], text, *arguments), folder / "files")
+
+
+@pytest.fixture(scope="module")
+def whole_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Alone]:
+    """Plain Python's run of WHOLE, once for each number of workers and each end."""
+
+    @functools.cache
+    def alone(workers: str, end: str) -> Alone:
+        return run_alone(tmp_path_factory.mktemp("whole") / "one", WHOLE, workers, end)
+
+    return alone
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("command", "workers", "end"),
@@ -360,29 +385,35 @@ def run(
         pytest.param(RUN, "2", "", id="workers"),
         pytest.param(RUN, "0", "raise", id="raises", marks=NIGHTLY),
         pytest.param(RUN, "0", "exit", id="exits", marks=NIGHTLY),
-        pytest.param(OPEN_MPI, "2", "signal", id="MPI", marks=components.needs("Open MPI")),
+        pytest.param(OPEN_MPI, "2", "", id="MPI", marks=components.needs("Open MPI")),
+        pytest.param(
+            OPEN_MPI, "2", "signal", id="MPI, signal", marks=[components.needs("Open MPI"), NIGHTLY]
+        ),
         pytest.param(TORCHRUN, "0", "", id="torchrun", marks=NIGHTLY),
     ],
 )
 def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
-    tmp_path: Path, command: Sequence[str], workers: str, end: str
+    tmp_path: Path,
+    whole_alone: Callable[[str, str], Alone],
+    command: Sequence[str],
+    workers: str,
+    end: str,
 ) -> None:
-    one = run(tmp_path / "one", [sys.executable], WHOLE, workers, end)
+    one = whole_alone(workers, end)
     several = run(tmp_path / "several", command, WHOLE, workers, end)
     assert "rank 0 goes on alone, with" in several.stderr, several.stderr
     assert "since nothing in its last 24 steps pays to be divided" in several.stderr
-    assert (several.returncode, several.stdout) == (one.returncode, one.stdout), several.stderr
+    done = one.done
+    assert (several.returncode, several.stdout) == (done.returncode, done.stdout), several.stderr
     if command is RUN:
         assert several.stderr.count("ValueError: late") == (end == "raise")
-    logs = [(tmp_path / which / "files/log").read_text() for which in ("several", "one")]
-    assert logs[0] == logs[1]
-    alive, threads, listed = json.loads((tmp_path / "several/files/processes.json").read_text())
+    files = tmp_path / "several/files"
+    assert (files / "log").read_text() == (one.files / "log").read_text()
+    alive, threads, listed = json.loads((files / "processes.json").read_text())
     assert (alive, listed) == (1, ["log", "model.pt", "processes.json"])
     if command in (RUN, TORCHRUN):
         assert threads == [len(os.sched_getaffinity(0)), None]
-    model, expected = (
-        torch.load(tmp_path / which / "files/model.pt")["weight"] for which in ("several", "one")
-    )
+    model, expected = (torch.load(each / "model.pt")["weight"] for each in (files, one.files))
     torch.testing.assert_close(model, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -397,7 +428,7 @@ from instep.unedited.sharded_call.one_process.process_choice import Phase, Proce
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 
 ratio, event, stop = float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-workers = int(event == "loads ahead")
+workers = int(event.endswith("loads ahead"))
 finish = ProcessChoice.finish_phase
 def pretend(choice, seconds):
     print("phase", choice.phase.name, torch.get_num_threads(), file=sys.stderr)
@@ -436,6 +467,11 @@ def batches():
     while True:
         yield from loader
 
+def save():
+    "What a script that ends with this step prints, and its states."
+    states = model.state_dict(), optimizer.state_dict()["state"][0]
+    torch.save((f"{loss.item():.10f}\\n", *states), f"{sys.argv[1]}/after{step + 1}.pt")
+
 kept, caught, data = [], 0, batches()
 for step in range(stop):
     x, y = next(data)
@@ -448,6 +484,8 @@ for step in range(stop):
     if workers and is_ahead() and current_fallback()._transport.rank > 0:
         with torch.no_grad():
             first.weight *= 1 + 2**-50  # as kernels do that add in another order each time
+    if event.startswith("each step"):
+        save()
     if is_ahead() and event.startswith("ends"):
         break
     if is_ahead() and event == "runs a command":
@@ -461,7 +499,7 @@ for step in range(stop):
             pass
 data.close()
 print(f"{loss.item():.10f}")
-torch.save([model.state_dict(), optimizer.state_dict()["state"][0]], sys.argv[1] + "/model.pt")
+save()
 copies = [len(each.copy.slices) for each in divided_steps._steps_of.values()]
 print("copies", copies, "divided", divided_steps.step_counts.divided, file=sys.stderr)
 print(step + 1, file=sys.stderr)
@@ -469,6 +507,24 @@ if event == "ends at once":
     sys.stdout.flush()
     os._exit(0)
 """
+
+
+MEASURED_STEPS = "120"
+
+
+@pytest.fixture(scope="module")
+def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """The folder of plain Python's run of MEASURED, which saves each step."""
+
+    @functools.cache
+    def alone(has_workers: bool) -> Path:
+        event = "each step, loads ahead" if has_workers else "each step"
+        folder = tmp_path_factory.mktemp("measured") / "one"
+        one = run_alone(folder, MEASURED, "0", event, MEASURED_STEPS)
+        assert one.done.returncode == 0, one.done.stderr
+        return one.files
+
+    return alone
 
 
 @pytest.mark.launch
@@ -485,10 +541,15 @@ if event == "ends at once":
     ],
 )
 def test_ranks_that_take_more_time_than_one_process_end(
-    tmp_path: Path, ranks: str, ratio: str, event: str, why: str | None
+    tmp_path: Path,
+    measured_alone: Callable[[bool], Path],
+    ranks: str,
+    ratio: str,
+    event: str,
+    why: str | None,
 ) -> None:
     command = (*RUN[:-1], ranks)
-    several = run(tmp_path / "several", command, MEASURED, ratio, event, "120")
+    several = run(tmp_path / "several", command, MEASURED, ratio, event, MEASURED_STEPS)
     assert several.returncode == 0, several.stderr
     threads = len(os.sched_getaffinity(0))
     assert (f"rank 0 goes on alone, with {threads} threads, {why}" in several.stderr) == (
@@ -499,10 +560,8 @@ def test_ranks_that_take_more_time_than_one_process_end(
     if event == "loads ahead":  # all but the first two steps and those that each rank makes alone
         assert "copies [4] divided 100\n" in several.stderr
         assert "INS703" not in several.stderr
-    stop = several.stderr.split()[-1]
-    one = run(tmp_path / "one", [sys.executable], MEASURED, ratio, event, stop)
-    assert several.stdout == one.stdout
-    model, expected = (
-        torch.load(tmp_path / which / "files/model.pt") for which in ("several", "one")
-    )
-    torch.testing.assert_close(model, expected, rtol=1e-9, atol=1e-11)
+    last = f"after{several.stderr.split()[-1]}.pt"
+    printed, *expected = torch.load(measured_alone(event == "loads ahead") / last)
+    _, *states = torch.load(tmp_path / "several/files" / last)
+    assert several.stdout == printed
+    torch.testing.assert_close(states, expected, rtol=1e-9, atol=1e-11)
