@@ -10,6 +10,8 @@ import json
 import os
 from pathlib import Path
 
+from instep.launch.worker import torch_import
+
 
 def listening() -> set[str]:
     """The sockets on which this process listens, as /proc writes them: address:port."""
@@ -76,6 +78,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    torch_import.prepare()  # or the first forward would import torch.compile, which takes seconds
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", "--local-rank")  # from torch.distributed.launch
     parser.add_argument("folder")
