@@ -7,11 +7,14 @@ hangs costs its pool, never the next test.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
+import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -19,9 +22,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+import torch
 
 SECONDS = 50.0
 forkserver = multiprocessing.get_context("forkserver")
@@ -133,7 +139,7 @@ class Pool:
 
     def call(self, body: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((body.__module__, body.__qualname__, args, kwargs))
+            pipe.send_bytes(_pickled((body.__module__, body.__qualname__, args, kwargs)))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = monotonic() + SECONDS
         rank_of = {id(pipe): rank for rank, pipe in enumerate(self.pipes)}
@@ -145,7 +151,7 @@ class Pool:
             for pipe in ready:
                 rank = rank_of[id(pipe)]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     answers[rank] = (False, "the process died")
             if any(not fine for fine, _ in answers.values()):
@@ -170,6 +176,37 @@ class Pool:
         self.folder.cleanup()
 
 
+class _Pickler(ForkingPickler):
+    """Sends a tensor as its bytes; torch would share its memory, by a connection for each."""
+
+    def reducer_override(self, thing: object) -> Any:
+        if type(thing) is not torch.Tensor or not _is_bytes(thing):
+            return NotImplemented
+        data = ctypes.string_at(thing.data_ptr(), thing.nbytes)
+        return _tensor, (data, thing.dtype, thing.shape)
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its bytes, its type and its shape are all there is of it."""
+    return (
+        (tensor.device.type, tensor.layout) == ("cpu", torch.strided)
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_shared())
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _pickled(thing: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(thing)
+    return buffer.getvalue()
+
+
 @atexit.register
 def _kill_all() -> None:
     while _pools:
@@ -186,8 +223,6 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
         importlib.import_module("shared_gpu").install(rank)
     else:
         os.environ["INSTEP_BACKEND"] = backend
-    import torch
-
     from instep.distributed.rendezvous import bootstrap
 
     warnings.simplefilter("error")
@@ -201,16 +236,14 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
     gc.freeze()  # what is imported is not looked through after each call
     while True:
         try:
-            module, name, args, kwargs = pipe.recv()
+            asked = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send(_answer(module, name, args, kwargs))
+        pipe.send_bytes(_pickled(_answer(*pickle.loads(asked))))
         gc.collect()
 
 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    import torch
-
     from instep.distributed.communication import scopes
     from instep.training import forward_calls
     from instep.training.batches import registry
