@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from instep.distributed.identity import accelerators
 from instep.distributed.identity.accelerators import Accelerator
 
 NAME = "simccl"
+_MODULES = ("simulated", "simulated_group", "simulated_sparse", "simulated_streams")
+"""They stand for a driver and kernels, and are no part of a script."""
 _numbers = itertools.count()
 """Of the groups of this process."""
 
@@ -158,8 +161,14 @@ def install(device: int) -> None:
     autoload()
     from torch._dynamo import trace_rules
 
-    for name in ("simulated", "simulated_group", "simulated_sparse", "simulated_streams"):
-        trace_rules.add(name)  # the device's kernels are no part of what is compiled
+    from instep.unedited.sharded_call.plan import control_flow
+
+    for name in _MODULES:
+        trace_rules.add(name)
+    is_of_script = control_flow._is_of_script
+    control_flow._is_of_script = lambda code: (
+        Path(code.co_filename).stem not in _MODULES and is_of_script(code)
+    )
 
 
 def autoload() -> None:
