@@ -382,7 +382,7 @@ def whole_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     ("command", "workers", "end"),
     [
         pytest.param(RUN, "0", "signal", id="instep run"),
-        pytest.param(RUN, "2", "", id="workers"),
+        pytest.param(RUN, "2", "", id="workers", marks=NIGHTLY),
         pytest.param(RUN, "0", "raise", id="raises", marks=NIGHTLY),
         pytest.param(RUN, "0", "exit", id="exits", marks=NIGHTLY),
         pytest.param(OPEN_MPI, "2", "", id="MPI", marks=components.needs("Open MPI")),

@@ -217,6 +217,8 @@ OF_THE_CPU = {"draws_of_every_kind", "dropout_inside_of_a_recurrent_layer"}
 """Trainings with tensors of their own on the CPU, or with kernels that the device does not have
 (GRU)."""
 
+BY_DAY = {"classifier", "sparse_embedding", "data_parallel"}
+
 
 def on_sim(log: Log, name: str) -> None:
     import simulated
@@ -228,15 +230,18 @@ def on_sim(log: Log, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    nightly_but(
-        {"classifier", "sparse_embedding", "data_parallel"},
-        *(training.__name__ for training in SHARDED if training.__name__ not in OF_THE_CPU),
-    ),
+    ("name", "size"),
+    [
+        *(
+            pytest.param(name, 2, marks=() if name in BY_DAY else pytest.mark.nightly)
+            for name in (training.__name__ for training in SHARDED)
+            if name not in OF_THE_CPU
+        ),
+        pytest.param("classifier", 3, marks=pytest.mark.nightly),
+    ],
 )
-def test_unedited_trainings_have_the_numbers_of_one_process(name: str) -> None:
-    sizes = (2, 3) if name == "classifier" else (2,)
-    same_as_one_process(on_sim, name, sizes=sizes, dtype=torch.float64, nudge=True)
+def test_unedited_trainings_have_the_numbers_of_one_process(name: str, size: int) -> None:
+    same_as_one_process(on_sim, name, sizes=(size,), dtype=torch.float64, nudge=True)
 
 
 # ---------------------------------------------------------------------- what the host waits for
