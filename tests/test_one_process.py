@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -11,9 +10,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -354,29 +352,6 @@ def run(
     return done
 
 
-@dataclass(frozen=True)
-class Alone:
-    """How plain Python ran a script, and the folder that it wrote."""
-
-    done: subprocess.CompletedProcess[str]
-    files: Path
-
-
-def run_alone(folder: Path, text: str, *arguments: str) -> Alone:
-    return Alone(run(folder, [sys.executable], text, *arguments), folder / "files")
-
-
-@pytest.fixture(scope="module")
-def whole_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Alone]:
-    """Plain Python's run of WHOLE, once for each number of workers and each end."""
-
-    @functools.cache
-    def alone(workers: str, end: str) -> Alone:
-        return run_alone(tmp_path_factory.mktemp("whole") / "one", WHOLE, workers, end)
-
-    return alone
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("command", "workers", "end"),
@@ -385,35 +360,29 @@ def whole_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
         pytest.param(RUN, "2", "", id="workers", marks=NIGHTLY),
         pytest.param(RUN, "0", "raise", id="raises", marks=NIGHTLY),
         pytest.param(RUN, "0", "exit", id="exits", marks=NIGHTLY),
-        pytest.param(OPEN_MPI, "2", "", id="MPI", marks=components.needs("Open MPI")),
-        pytest.param(
-            OPEN_MPI, "2", "signal", id="MPI, signal", marks=[components.needs("Open MPI"), NIGHTLY]
-        ),
+        pytest.param(OPEN_MPI, "2", "signal", id="MPI", marks=components.needs("Open MPI")),
         pytest.param(TORCHRUN, "0", "", id="torchrun", marks=NIGHTLY),
     ],
 )
 def test_a_script_of_which_nothing_can_be_divided_goes_on_as_one_process(
-    tmp_path: Path,
-    whole_alone: Callable[[str, str], Alone],
-    command: Sequence[str],
-    workers: str,
-    end: str,
+    tmp_path: Path, command: Sequence[str], workers: str, end: str
 ) -> None:
-    one = whole_alone(workers, end)
+    one = run(tmp_path / "one", [sys.executable], WHOLE, workers, end)
     several = run(tmp_path / "several", command, WHOLE, workers, end)
     assert "rank 0 goes on alone, with" in several.stderr, several.stderr
     assert "since nothing in its last 24 steps pays to be divided" in several.stderr
-    done = one.done
-    assert (several.returncode, several.stdout) == (done.returncode, done.stdout), several.stderr
+    assert (several.returncode, several.stdout) == (one.returncode, one.stdout), several.stderr
     if command is RUN:
         assert several.stderr.count("ValueError: late") == (end == "raise")
-    files = tmp_path / "several/files"
-    assert (files / "log").read_text() == (one.files / "log").read_text()
-    alive, threads, listed = json.loads((files / "processes.json").read_text())
+    logs = [(tmp_path / which / "files/log").read_text() for which in ("several", "one")]
+    assert logs[0] == logs[1]
+    alive, threads, listed = json.loads((tmp_path / "several/files/processes.json").read_text())
     assert (alive, listed) == (1, ["log", "model.pt", "processes.json"])
     if command in (RUN, TORCHRUN):
         assert threads == [len(os.sched_getaffinity(0)), None]
-    model, expected = (torch.load(each / "model.pt")["weight"] for each in (files, one.files))
+    model, expected = (
+        torch.load(tmp_path / which / "files/model.pt")["weight"] for which in ("several", "one")
+    )
     torch.testing.assert_close(model, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -516,13 +485,13 @@ MEASURED_STEPS = "120"
 def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """The folder of plain Python's run of MEASURED, which saves each step."""
 
-    @functools.cache
+    @cache
     def alone(has_workers: bool) -> Path:
         event = "each step, loads ahead" if has_workers else "each step"
         folder = tmp_path_factory.mktemp("measured") / "one"
-        one = run_alone(folder, MEASURED, "0", event, MEASURED_STEPS)
-        assert one.done.returncode == 0, one.done.stderr
-        return one.files
+        one = run(folder, [sys.executable], MEASURED, "0", event, MEASURED_STEPS)
+        assert one.returncode == 0, one.stderr
+        return folder / "files"
 
     return alone
 

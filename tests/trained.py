@@ -10,8 +10,6 @@ import json
 import os
 from pathlib import Path
 
-from instep.launch.worker import torch_import
-
 
 def listening() -> set[str]:
     """The sockets on which this process listens, as /proc writes them: address:port."""
@@ -78,6 +76,8 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    from instep.launch.worker import torch_import
+
     torch_import.prepare()  # or the first forward would import torch.compile, which takes seconds
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", "--local-rank")  # from torch.distributed.launch
