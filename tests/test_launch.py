@@ -13,8 +13,11 @@ import pytest
 
 import instep
 from instep import cli
+from instep.errors import CommandLineError
 from instep.launch import default_ranks
+from instep.launch.job import Job
 from instep.launch.rank_variables import threads_per_rank
+from instep.process import procfs
 from launching import Launch
 from test_stalls import read_until
 
@@ -522,6 +525,36 @@ def test_without_a_number_bitwise_gets_as_many_ranks_as_its_shards_allow(
     assert default_ranks.choose_number_of_ranks(["t.py"], is_one_host=True, shards=8) == 4
     said = "instep: 4 ranks, as many as --bitwise 8 allows here (-n for another number)\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run -n 1000000",
+        "run --hosts localhost:1000000",
+        "verify -n 1,1000000",
+        "horovodrun -np 1000000 python",
+    ],
+)
+def test_ranks_that_do_not_fit_into_the_memory_are_refused(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    assert cli.main([*words.split(), str(script)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("instep: 1000000 ranks do not fit into the ")
+    assert told.endswith("Set INSTEP_RANK_LIMIT=none to start them nevertheless.\n")
+
+
+def test_more_ranks_than_cores_are_no_error_and_more_than_fit_may_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(procfs, "memory_size", lambda: 64 * 128 << 20)
+    Job(64, ("-m", "train"))
+    with pytest.raises(CommandLineError, match="so that 64 would be the most"):
+        Job(65, ("-m", "train"))
+    monkeypatch.setenv("INSTEP_RANK_LIMIT", "none")
+    Job(65, ("-m", "train"))
 
 
 @pytest.mark.parametrize("ranks", ["-np 2", "--nproc 2", "--nproc-per-node=2", "-n2"])

@@ -17,7 +17,7 @@ from instep.launch.elastic import flags as elastic_flags
 from instep.launch.elastic.driver import Driver
 from instep.launch.elastic.hosts import run_script
 from instep.launch.elastic.worlds import worker_variables
-from instep.launch.job import Job
+from instep.launch.job import Job, check_command
 from instep.launch.remote.host_slots import (
     count_slots,
     is_this_host,
@@ -129,6 +129,13 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     options = elastic_flags.parse(asked, size) if elastic else None
     variables = _variables(asked)
     command = _command(program)
+    check_command(command)
+    if asked.verbose:
+        words = command[2:] if command[:2] == _ANY_COMMAND else command
+        print_line(f"{size} ranks: {' '.join(words)}")
+    hosts = _hosts(asked) if options is None else None
+    if hosts is not None and not all(map(is_this_host, hosts)):
+        return _run_on_hosts(asked, take_slots(hosts, size), command, variables)
     job = Job(
         size,
         command,
@@ -136,15 +143,9 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         plain=True,
         variables=lambda rank: worker_variables(rank, size) | variables,
     )
-    if asked.verbose:
-        words = command[2:] if command[:2] == _ANY_COMMAND else command
-        print_line(f"{size} ranks: {' '.join(words)}")
     if options is not None:
         hosts_now = partial(_find_hosts, asked, size)
         return Driver(command, asked.output_filename, variables, options, hosts_now).run()
-    hosts = _hosts(asked)
-    if hosts is not None and not all(map(is_this_host, hosts)):
-        return _run_on_hosts(asked, take_slots(hosts, size), command, variables)
     return supervisor.run_job(job, started=lambda: None).print_report()
 
 

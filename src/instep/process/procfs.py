@@ -127,6 +127,18 @@ def threads(name: str) -> list[int]:
     return found
 
 
+def memory_size() -> int:
+    """The bytes of memory and swap that the processes of this host, or container, have together."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    size = sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            return min(size, int(file.read()))
+    except (OSError, ValueError):
+        return size
+
+
 def context_switches(pid: int) -> int:
     """How often the main thread was put to sleep or preempted.
 

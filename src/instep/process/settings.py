@@ -182,6 +182,13 @@ TIMELINE = Setting(
     "",
     "A file for the collectives and phases of all ranks; `instep timeline` and Perfetto show it.",
 )
+RANK_LIMIT = Setting(
+    "INSTEP_RANK_LIMIT",
+    "memory",
+    "memory: as many ranks on a host as its memory has room for, 128 MiB for each; none: as many "
+    "as asked for.",
+    choices=("memory", "none"),
+)
 STALL_SECONDS = Setting(
     "INSTEP_STALL_SECONDS",
     "30",
@@ -193,7 +200,7 @@ STALL_SECONDS = Setting(
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
     *(SEED, CHECKPOINT, LOAD, DIVIDE, BITWISE, HOST_COPY, DIST_FILE, SECRET, WATCH),
-    *(DRIFT_STEPS, NAN, TIMELINE, STALL_SECONDS),
+    *(DRIFT_STEPS, NAN, TIMELINE, RANK_LIMIT, STALL_SECONDS),
 )
 """The settings for users; docs/variables.md shows them."""
 

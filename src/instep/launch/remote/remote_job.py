@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.identity.authentication import make_secret
 from instep.errors import LaunchError
+from instep.launch.job import check_memory
 from instep.launch.remote.agent import STARTED, AgentRequest
 from instep.launch.remote.host_slots import LOOPBACK_NAMES, address_towards, is_this_host
 from instep.launch.signals import SignalQueue
@@ -63,6 +64,8 @@ def run_on_hosts(options: RemoteOptions) -> int:
         try:
             for node, host in enumerate(options.slots):
                 is_here = is_this_host(host)  # which may ask a name server: once for each host
+                if is_here:
+                    check_memory(options.slots[host])  # another host's agent does so there
                 request = _request(options, secret, node, master, port, is_here=is_here)
                 command = _command_on(host, options, is_here=is_here)
                 agents.append(_Agent(host, command, request))
@@ -185,8 +188,10 @@ class _Agent:
 
     def _write(self, message: bytes) -> None:
         assert self._process.stdin is not None
+        left = memoryview(message)
         with suppress(BrokenPipeError):  # its end is seen elsewhere
-            self._process.stdin.write(message)
+            while left:  # a signal ends a long write before its end
+                left = left[self._process.stdin.write(left) :]
 
     def _forward_output(self) -> None:
         if self._process.stdout is None:  # of this host, whose output needs no forwarding
