@@ -96,9 +96,14 @@ CASES = (
     ),
     Case("run --nnodes 2 -n 1 train.py", "--node-rank is missing. On every host: instep run"),
     Case("run --node-rank 1 -n 1 train.py", "--nnodes is missing. On every host: instep run"),
-    Case(
-        "run -n train.py", "-n takes the number of ranks, a whole number from 1 up, not 'train.py'"
-    ),
+    Case("run -n two train.py", "-n takes the number of ranks, a whole number from 1 up"),
+    Case("run -n train.py", "-n is without its value, and train.py stands in its place."),
+    Case("run -n 2 --output train.py 3", "Write --output prefix|rank0|DIR train.py"),
+    Case("run -n 2 --timeline trian.py", "--timeline is without its value, and trian.py stands"),
+    Case("verify -n 1,2 --json train.py --lr 1", "Write --json FILE train.py"),
+    Case("check --json train.py train.py", "--json is without its value, and train.py stands"),
+    Case("horovodrun -np 2 --timeline-filename python train.py", "Write --timeline-filename FILE"),
+    Case("horovodrun --host-discovery-script train.py -np 2 --min-np 2", "nothing to run"),
     Case("run -n 0 train.py", "a whole number from 1 up, not '0'"),
     Case("run -n 0 --bitwise 8 train.py", "a whole number from 1 up, not '0'"),
     Case("run -n 2", "nothing to run: name a script.py, or -m and a module"),

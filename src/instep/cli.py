@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
@@ -37,6 +38,8 @@ WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments."""
 
 
+_SCRIPT = "SCRIPT"
+"""The metavar of options whose value is itself a Python script."""
 _SIMILAR = 0.75
 """From this ratio of difflib's on, an option is probably a misspelt one of ours."""
 
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_first_word(name, words)
         parser = _parser(name)
         ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
+        if name in COMMANDS:
+            _check_values(ours, parser, has_program=bool(theirs) or name not in WITH_PROGRAM)
         asked = parser.parse_args(ours)
         code: int = import_module(COMMANDS[name]).run(asked, tuple(theirs))
         sys.stdout.flush()
@@ -195,6 +200,32 @@ def _split(argv: Sequence[str], parser: _Parser) -> tuple[Sequence[str], Sequenc
         at += 1 + values.get(argv[at], 0)
     program = argv[at:]
     return argv[:at], program[1:] if program[:1] == ["--"] else program
+
+
+def _check_values(argv: Sequence[str], parser: _Parser, *, has_program: bool) -> None:
+    """Raise CommandLineError if an option has taken the script's name as its value.
+
+    Else a script could be lost: some options write to the file that they name.
+    """
+    from instep.launch.job import is_python
+
+    options = {
+        option: action
+        for action in parser.commands.choices[argv[0]]._actions
+        for option in action.option_strings
+        if action.nargs != 0 and action.metavar != _SCRIPT
+    }
+    for option, word in pairwise(argv):
+        is_program = is_python(word) or (
+            word.endswith(".py") and (os.path.isfile(word) or not has_program)
+        )
+        if option in options and is_program:
+            action = options[option]
+            value = action.metavar or "|".join(map(str, action.choices or ()))
+            raise CommandLineError(
+                f"{option} is without its value, and {word} stands in its place. Write "
+                f"{option} {value} {word}"
+            )
 
 
 def _parser(name: str) -> _Parser:

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add them to the parser of horovodrun."""
     for flags, text in _FLAGS.items():
         parser.add_argument(*flags, dest=_attribute(flags[0]), metavar="N", help=text)
-    parser.add_argument(_SCRIPT, metavar="FILE", help="prints a line HOST:SLOTS for each host")
+    parser.add_argument(_SCRIPT, metavar="SCRIPT", help="prints a line HOST:SLOTS for each host")
     parser.add_argument(
         _COOLDOWN, nargs=2, metavar="X", help="seconds without ranks for a host with a failure"
     )
