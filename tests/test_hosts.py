@@ -263,7 +263,7 @@ def test_a_rank_that_dies_in_a_backward_of_several_hosts_is_named(hosts, tmp_pat
     ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "dies.py", ranks=2 - host))
     for code, _, err in ends:
         assert code == 137
-        assert "instep: rank 2 of 3 was killed by SIGKILL" in err
+        assert "instep: rank 2 of 3 was killed by SIGKILL on h1; ranks 0, 1 were stopped" in err
 
 
 @pytest.mark.nightly
@@ -304,7 +304,7 @@ def test_a_stopped_rank_that_the_others_wait_for_is_not_said_to_have_been_killed
     for code, _, err in ends:
         assert code == 1, err
         assert re.search(
-            r"instep: rank [02] of 3 failed \(exit code 1\); ranks .* were stopped", err
+            r"instep: rank [02] of 3 failed \(exit code 1\) on h[01]; ranks .* were stopped", err
         )
         assert re.search(r"rank 1 (on h1|\(pid \d+\)) did not come to all_reduce", err)
 
@@ -325,7 +325,7 @@ def test_a_failure_on_one_host_ends_the_job_on_all(hosts, tmp_path):
     for code, _, err in ends:
         assert code == 1
         assert err.startswith(
-            "instep: rank 2 of 4 failed (exit code 1); ranks 0, 1, 3 were stopped"
+            "instep: rank 2 of 4 failed (exit code 1) on h1; ranks 0, 1, 3 were stopped"
         )
         assert err.endswith("ValueError: boo\n")
 

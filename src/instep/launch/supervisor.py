@@ -220,7 +220,8 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         return replace(known, code=128 + requested_signal, report=report)
     if first is None:
         return known
-    text = format_report(first, result.ends, job_info.size)
+    host = "" if job_info.one_host else job_info.host_of(first.rank)
+    text = format_report(first, result.ends, job_info.size, host)
     is_here = job_info.first <= first.rank < job_info.first + job.size
     if not (is_here or job.hosts.has_own_terminal):  # one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"

@@ -156,12 +156,17 @@ def format_interrupt(
     return f"instep: {what}{place}{stopped}\n"
 
 
-def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:
-    """The last lines that the user reads: the first failure, and what became of the others."""
+def format_report(first: Failure, exits: Sequence[RankExit], size: int, host: str = "") -> str:
+    """The last lines that the user reads: the first failure, and what became of the others.
+
+    `host`: that of the first failure, where the job has several.
+    """
     others = [each for each in exits if each.rank != first.rank]
     finished = [each.rank for each in others if each.code == 0 and not each.stopped]
     stopped = [each.rank for each in others if each.rank not in finished]
-    line = format_failure(first.rank, size, str(first), finished, stopped)
+    adds_host = host and not first.lost_host and first.waiting_rank is None
+    what = f"{first} on {host}" if adds_host else str(first)
+    line = format_failure(first.rank, size, what, finished, stopped)
     text = first.text.rstrip(os.linesep)
     if first.code == -signal.SIGKILL and not any(
         each.rank == first.rank and each.stopped for each in exits

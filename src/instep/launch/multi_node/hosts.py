@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from urllib.parse import urlsplit
 
 from instep.distributed.identity import endpoints, launchers
@@ -71,6 +73,10 @@ class JobInfo:
     def first(self) -> int:
         """The first rank of this host."""
         return sum(self.sizes[: self.node])
+
+    def host_of(self, rank: int) -> str:
+        """The name of this rank's host."""
+        return self.names[bisect_right([*accumulate(self.sizes)], rank)]
 
 
 def detect_nodes(environ: Mapping[str, str], ranks: int) -> NodeConfig:
