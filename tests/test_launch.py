@@ -172,6 +172,41 @@ def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: st
     assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 
 
+@pytest.mark.parametrize(
+    ("begins", "limit", "seconds"),
+    [
+        ("dist.init_process_group('gloo')", "90", [90, 90, 7]),
+        ("instep.init()", "", [600, 600, 7]),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in [
+                ("dist.init_process_group('gloo')", "", [1800, 1800, 7]),
+                ("dist.init_process_group('gloo', timeout=timedelta(0, 80))", "90", [80, 90, 7]),
+                ("instep.init(timeout=timedelta(0, 80))", "90", [80, 80, 7]),
+            ]
+        ),
+    ],
+)
+def test_a_group_without_a_limit_of_its_own_has_that_of_instep(
+    launch: Launch, begins: str, limit: str, seconds: list[int]
+) -> None:
+    script = launch.script(f"""
+        from datetime import timedelta
+        import instep
+        import torch
+        import torch.distributed as dist
+        {begins}
+        groups = dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(seconds=7))
+        cpu = torch.device("cpu")
+        tell(*(group._get_backend(cpu).options._timeout.seconds for group in groups))
+        dist.destroy_process_group()
+    """)
+    environ = {"INSTEP_TIMEOUT": limit, "INSTEP_BACKEND": "gloo"}
+    ended = launch.run("-n", 2, script, environ=environ)
+    assert ended.returncode == 0, ended.stderr
+    assert launch.events(2) == [seconds] * 2
+
+
 AS_PYTHON = """
 seen = sorted(globals())
 class Here: pass

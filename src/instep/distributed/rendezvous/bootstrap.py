@@ -160,7 +160,7 @@ def _init(
             timeout=timeout,
             device_id=device if device.type != "cpu" else None,
         )
-    _add_state(joined.key or _broadcast_key(), one_host, store_of_torch)
+    _add_state(joined.key or _broadcast_key(), one_host, store_of_torch, timeout)
     _joined[:] = [world]
     timeline_file.start(world.rank, world.node_rank)
     gloo_threads.wait_at_exit()
@@ -242,6 +242,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def default_timeout() -> timedelta | None:
+    """The limit of a group's collectives where the script gives none: that of the group which
+    `init` has made, or INSTEP_TIMEOUT where it is set. None: as torch chooses."""
+    group = dist.group.WORLD
+    if group is not None and group in _states and _states[group].timeout is not None:
+        return _states[group].timeout
+    return settings.timeout() if os.environ.get(settings.TIMEOUT.name) else None
+
+
 @contextmanager
 def world_of_one(source: str) -> Iterator[None]:
     """Let this process be a world of one for a while; `source` is the reason, for messages."""
@@ -269,6 +278,8 @@ class _GroupState:
     """For instep's own values."""
     one_host: bool
     """Whether all ranks share one loopback interface, as far as is known."""
+    timeout: timedelta | None
+    """The limit of its collectives, where `init` has made it."""
 
 
 _OWN_KEY = make_secret()
@@ -312,12 +323,17 @@ def _group_state() -> _GroupState:
     return _states[dist.group.WORLD]
 
 
-def _add_state(key: bytes, one_host: bool, store_of_torch: dist.Store | None = None) -> None:
+def _add_state(
+    key: bytes,
+    one_host: bool,
+    store_of_torch: dist.Store | None = None,
+    timeout: timedelta | None = None,
+) -> None:
     assert dist.group.WORLD is not None
     below = default_store()
     # Whoever has the store can use it after the group was destroyed, as threads that write do.
     store = VerifiedStore(below, derive_key(key, "store"), referenced=store_of_torch)
-    _states[dist.group.WORLD] = _GroupState(key, store, one_host)
+    _states[dist.group.WORLD] = _GroupState(key, store, one_host, timeout)
 
 
 def _agreed_key(secret: bytes | None) -> bytes:

@@ -2,7 +2,8 @@
 
 torch's TCPStore listens on every interface of the host. Here it listens on MASTER_ADDR only, if
 possible on the socket that `instep run` has bound. A backend that this host does not have is an
-error with advice. The ranks of the script's group are watched as those of instep's own are, and its
+error with advice. A group for which the script gives no time limit takes INSTEP_TIMEOUT where that
+is set. The ranks of the script's group are watched as those of instep's own are, and its
 DistributedDataParallel models are compared between them.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from instep.distributed.errors import BackendError, PortInUseError, RendezvousError
@@ -24,6 +26,7 @@ def install_patches() -> None:
         [
             Patch("torch.distributed.rendezvous", "TCPStore", _open_store),
             Patch("torch.distributed.distributed_c10d", "init_process_group", _init_process_group),
+            Patch("torch.distributed.distributed_c10d", "new_group", _new_group),
             Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", _make_ddp),
         ]
     )
@@ -60,13 +63,30 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _init_process_group(
-    original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any
+    original: Callable[..., None],
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     from instep.distributed.rendezvous import bootstrap
 
     _check_backend(backend)
-    original(backend, *args, **kwargs)
+    original(backend, init_method, timeout or bootstrap.default_timeout(), *args, **kwargs)
     bootstrap.watch_group()
+
+
+def _new_group(
+    original: Callable[..., Any],
+    ranks: Any = None,
+    timeout: timedelta | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from instep.distributed.rendezvous import bootstrap
+
+    return original(ranks, timeout or bootstrap.default_timeout(), *args, **kwargs)
 
 
 def _make_ddp(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
