@@ -214,6 +214,37 @@ def test_a_process_denies_itself_writing_outside_of_a_folder(tmp_path: Path) -> 
 
 @needs_landlock
 @pytest.mark.launch
+def test_a_home_directory_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
+    """Rank 1 made the cache there, so that it could write into it later."""
+    home = tmp_path / "home"
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+        import os, torch
+        model = torch.nn.Linear(3, 1)
+        for _ in range(2):
+            model(torch.ones(8, 3)).sum().backward()
+        home = os.path.expanduser("~")
+        print(os.path.exists(home))
+        os.makedirs(f"{home}/.cache/library")  # the script may
+        with open(f"{home}/.cache/library/log", "a") as file:
+            file.write("once")
+        """)
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "XDG"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", "train.py"],
+        cwd=tmp_path,
+        env=environ | {"HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert (home / ".cache" / "library" / "log").read_text() == "once"
+
+
+@needs_landlock
+@pytest.mark.launch
 def test_a_library_that_instep_does_not_know_is_denied_and_named(tmp_path: Path) -> None:
     """But every rank may write into the caches that are not there yet: what is compiled is kept
     there, past Python's `open`."""

@@ -28,12 +28,18 @@ _CACHES = (
 
 
 def private_directories() -> list[str]:
-    """Where every rank reads and writes by itself: kernel interfaces, and caches that lock."""
+    """Where every rank reads and writes by itself: kernel interfaces, and caches that lock.
+
+    Not caches in a home directory that does not exist: nobody but the script creates one.
+    """
+    home = os.path.expanduser("~")
     caches = [
         cache_folder(),
-        os.path.expanduser("~/.triton"),
+        os.path.join(home, ".triton"),
         *(os.environ[name] for name in _CACHES if os.environ.get(name)),
     ]
+    if not os.path.isdir(home):
+        caches = [cache for cache in caches if not cache.startswith(f"{home}/")]
     compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")
     return ["/dev/", "/proc/", "/sys/", compiled, *(f"{os.path.realpath(c)}/" for c in caches)]
 

@@ -40,10 +40,12 @@ def restrict() -> None:
     if landlock.version() == 0 or _restricted_processes:
         return
     with bypass_overlay():
-        with suppress(OSError):
-            os.makedirs(storage.cache_folder(), mode=0o700, exist_ok=True)
-        caches = [*private_directories(), os.path.expanduser("~/.nv")]
+        private = private_directories()
+        if f"{os.path.realpath(storage.cache_folder())}/" in private:
+            with suppress(OSError):
+                os.makedirs(storage.cache_folder(), mode=0o700, exist_ok=True)
         temporary = os.path.realpath(tempfile.gettempdir())
+        caches = [*private, os.path.expanduser("~/.nv")]
         landlock.restrict_writes([*caches, *_allowed, temporary])
     _restricted_processes.append(os.getpid())
 
