@@ -105,6 +105,23 @@ def test_bare_processes_meet_by(method, tmp_path):
     assert only_loopback(reports(tmp_path, 2))
 
 
+def test_a_folder_for_checkpoints_that_is_not_used_is_mentioned_once(tmp_path):
+    """torchrun starts a script with two lines by itself, and nobody looks at INSTEP_CHECKPOINT."""
+    path = tmp_path / "train.py"
+    path.write_text("import instep\ninstep.barrier()\ninstep.barrier()\n")
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place["INSTEP_CHECKPOINT"] = tmp_path / "saved"
+    _, (first, second) = start(
+        2, lambda rank: [path], lambda rank: clean_environ(RANK=rank, **place)
+    )
+    assert first == (
+        "instep: INSTEP_CHECKPOINT is not used here: it is for unedited scripts. Let this script, "
+        "which calls instep itself, save with instep.Checkpoint.\n"
+    )
+    assert second == ""
+    assert not (tmp_path / "saved").exists()
+
+
 def test_ranks_that_are_not_of_one_job_are_refused_on_all(tmp_path):
     port = free_port()
     place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

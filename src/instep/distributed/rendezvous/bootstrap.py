@@ -7,6 +7,7 @@ other accelerators (`identity/accelerators.py`), Gloo between CPUs. A world of o
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import weakref
@@ -32,7 +33,7 @@ from instep.distributed.identity import launchers, torch_devices
 from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import join_check, listening, port_file
+from instep.distributed.rendezvous import job_fingerprint, join_check, listening, port_file
 from instep.distributed.rendezvous.devices import (
     backend_of,
     check_devices_differ,
@@ -42,7 +43,7 @@ from instep.distributed.rendezvous.devices import (
 from instep.distributed.rendezvous.stores import open_store, store_host
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
-from instep.process import malloc, settings
+from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.exit_status import format_ranks
 from instep.process.torch_private import default_store
@@ -109,7 +110,20 @@ def init(
     LeftoverRendezvousError, RendezvousError, AuthenticationError, BackendError, DeviceError or
     LaunchVariablesError.
     """
-    return _init(method, rank, world_size, timeout)
+    world = _init(method, rank, world_size, timeout)
+    _mention_unused_checkpoint()
+    return world
+
+
+@functools.cache
+def _mention_unused_checkpoint() -> None:
+    """Print one line if a folder for checkpoints is given to a script that instep has not started.
+    Under `instep run` or `python -m instep` such a script is refused."""
+    if str(settings.CHECKPOINT) and not job_fingerprint.is_announced() and current().rank == 0:
+        print_line(
+            f"{settings.CHECKPOINT.name} is not used here: it is for unedited scripts. Let this "
+            "script, which calls instep itself, save with instep.Checkpoint."
+        )
 
 
 def init_with_prefix(prefix: str) -> World:
@@ -214,6 +228,7 @@ def watch_group() -> None:
     if _is_making_group or (_watched and _watched[0]() is dist.group.WORLD):
         return
     _remember_watched()
+    _mention_unused_checkpoint()
     world = current()
     if world.size > 1:
         client.start_watcher(world, store(), key(), listener)

@@ -72,6 +72,11 @@ def announce(command: Sequence[str]) -> None:
     _announced[:] = command
 
 
+def is_announced() -> bool:
+    """Whether this process was started by instep, which runs the script."""
+    return bool(_announced)
+
+
 def check_same_job(fingerprints: Mapping[int, JobFingerprint], members: str) -> None:
     """Raise MixedJobError unless these are of one job; `members` is "rank" or "host"."""
     for field, problem, advice in _MUST_AGREE:
