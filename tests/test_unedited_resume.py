@@ -256,6 +256,24 @@ BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").rep
 OLD_WORKERS = MODULE_LEVEL.replace(
     "shuffle=True)", "shuffle=True, num_workers=1, persistent_workers=True)"
 ).replace("    total = 0", "    total = 0\n    loader.dataset.level = epoch")
+APPENDS_LATE = MODULE_LEVEL.replace(
+    "    fail_at(epoch)",
+    """\
+    if epoch >= 5:
+        if not os.path.exists("new.csv"):
+            with open("new.csv", "w") as file:
+                print("epoch", file=file)
+        for name in ("new.csv", "old.csv"):
+            with open(name, "a") as file:
+                print(epoch, file=file)
+    fail_at(epoch)""",
+)
+FOR_IS_LEFT = MODULE_LEVEL.replace(
+    "    fail_at(epoch)", "    fail_at(epoch)\n    if epoch == 2: break\nlog.close()"
+)
+WHILE_IS_LEFT = FOR_IS_LEFT.replace(
+    "for epoch in range(8):", "epoch = -1\nwhile True:\n    epoch += 1"
+)
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
@@ -369,6 +387,37 @@ def test_a_file_that_the_script_replaces_by_a_rename_is_set_back(tmp_path) -> No
     assert run(killed) == 0
     assert "is not as it was" not in (killed / "errors.txt").read_text()
     assert_same_end(killed, alone)
+
+
+def test_files_that_are_appended_to_after_the_last_checkpoint_are_set_back(tmp_path) -> None:
+    alone, killed = (
+        place(tmp_path / "alone", APPENDS_LATE),
+        place(tmp_path / "killed", APPENDS_LATE),
+    )
+    for folder in (alone, killed):
+        (folder / "old.csv").write_text("from before\n")
+    assert run(alone) == 0
+    (killed / "fails").touch()
+    assert run(killed) == -signal.SIGKILL
+    assert run(killed) == 0
+    for name in ("new.csv", "old.csv"):
+        assert (killed / name).read_text() == (alone / name).read_text()
+    assert_same_end(killed, alone)
+
+
+@pytest.mark.parametrize(
+    "text", [FOR_IS_LEFT, pytest.param(WHILE_IS_LEFT, marks=pytest.mark.nightly)]
+)
+def test_a_signal_in_an_iteration_that_leaves_the_loop_saves_it(tmp_path, text) -> None:
+    alone, ended = place(tmp_path / "alone", text), place(tmp_path / "ended", text)
+    assert run(alone) == 0
+    (ended / "ends").touch()
+    assert run(ended) == 75
+    assert not (ended / "final.pt").exists()
+    assert run(ended) == 0
+    said = (ended / "errors.txt").read_text()
+    assert "goes on after iteration 3" in said
+    assert_same_end(ended, alone)
 
 
 def test_a_script_that_goes_on_from_its_own_file_is_refused(tmp_path) -> None:

@@ -214,26 +214,33 @@ class _Rewriting(ast.NodeTransformer):
     def __init__(self, lines: frozenset[int]) -> None:
         self._lines = lines
 
-    def visit_For(self, loop: ast.For) -> ast.AST:  # the name that ast looks for
-        self.generic_visit(loop)
-        if loop.lineno in self._lines:
-            loop.iter = ast.copy_location(_call("each", loop.iter, *_lines(loop)), loop.iter)
-        return loop
-
-    def visit_While(self, loop: ast.While) -> ast.AST | list[ast.stmt]:
+    def visit_For(self, loop: ast.For) -> list[ast.stmt]:  # the name that ast looks for
         self.generic_visit(loop)
         if loop.lineno not in self._lines:
-            return loop
+            return [loop]
+        loop.iter = ast.copy_location(_call("each", loop.iter, *_lines(loop)), loop.iter)
+        return [loop, *_leave(loop)]
+
+    def visit_While(self, loop: ast.While) -> list[ast.stmt]:
+        self.generic_visit(loop)
+        if loop.lineno not in self._lines:
+            return [loop]
         name = f"__instep_while_{loop.lineno}__"
         iterations = ast.Assign([ast.Name(name, ast.Store())], _call("tests", *_lines(loop)))
         following = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "next", ast.Load()), [], [])
         loop.test = ast.copy_location(ast.BoolOp(ast.And(), [following, loop.test]), loop.test)
-        return [ast.copy_location(iterations, loop), loop]
+        return [ast.copy_location(iterations, loop), loop, *_leave(loop)]
 
 
 def _lines(loop: Loop) -> tuple[ast.Constant, ast.Constant]:
     """The first line, and the last one of the body."""
     return ast.Constant(loop.lineno), ast.Constant(loop.body[-1].end_lineno)
+
+
+def _leave(loop: Loop) -> list[ast.stmt]:
+    """What stands behind a loop, unless `break` also passes over an `else` there."""
+    call = _call("leave", ast.Constant(loop.lineno))
+    return [] if loop.orelse else [ast.copy_location(ast.Expr(call), loop)]
 
 
 def _call(method: str, *arguments: ast.expr) -> ast.Call:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity import torch_devices
@@ -54,6 +54,8 @@ class LoopIterations:
         self._flag: SignalFlag | None = None
         self._lines: set[tuple[types.CodeType, int, int]] = set()
         """Of each loop that was entered: the code, the first line and the last one of the body."""
+        self._loops: dict[tuple[types.CodeType, int], _Loop] = {}
+        """The latest run of each loop, by its code and first line."""
 
     def each(self, values: Iterable[Any], line: int, last_line: int) -> Iterable[Any]:
         """The values of a `for` loop in these lines."""
@@ -62,6 +64,11 @@ class LoopIterations:
     def tests(self, line: int, last_line: int) -> WhileIterations:
         """For a `while` loop in these lines."""
         return WhileIterations(self._enter(sys._getframe(1), line, last_line))
+
+    def leave(self, line: int) -> None:
+        """Behind the loop that begins in this line."""
+        frame = sys._getframe(1)
+        self._loops[frame.f_code, line].leave(frame)
 
     def _enter(self, frame: types.FrameType, line: int, last_line: int) -> _Loop:
         self._entered += 1
@@ -72,7 +79,9 @@ class LoopIterations:
             with bypass_overlay():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(self._folder)
-        return _Loop(self._folder / f"loop-{self._entered}", line, self._files, self._flag)
+        loop = _Loop(self._folder / f"loop-{self._entered}", line, self._files, self._flag)
+        self._loops[frame.f_code, line] = loop
+        return loop
 
     def _is_in_loop(self, frame: types.FrameType | None) -> bool:
         return any(
@@ -96,12 +105,13 @@ class _ForIterations:
             for k in range(self._loop.begin(frame)):
                 value = next(self._values, _END)
                 first = first if k else value
-            value = next(self._values, _END)
+            value = _END if self._loop.was_left else next(self._values, _END)
             self._loop.note_first(value if first is None else first)
         else:
             value = next(self._values, _END)
             self._loop.end_iteration(frame, is_last=value is _END)
         if value is _END:
+            self._loop.has_ended = True
             raise StopIteration
         return value
 
@@ -113,13 +123,14 @@ class WhileIterations:
         self._loop = loop
 
     def next(self) -> bool:
-        """An iteration has ended, or the first one is about to begin; always True."""
+        """An iteration has ended, or the first one is about to begin; False if the loop was left
+        when it was saved."""
         frame = sys._getframe(1)
         if not self._loop.has_begun:
             self._loop.begin(frame)
         else:
             self._loop.end_iteration(frame, is_last=False)
-        return True
+        return not self._loop.was_left
 
 
 class _Loop:
@@ -127,6 +138,10 @@ class _Loop:
 
     def __init__(self, folder: Path, line: int, files: WrittenFiles, flag: SignalFlag) -> None:
         self.has_begun = False
+        self.was_left = False
+        """Whether the iteration that came last has left it, by `break`."""
+        self.has_ended = False
+        """Whether there are no more values."""
         self._folder, self._line, self._files, self._flag = folder, line, files, flag
         self._rank = get_transport().rank
         self._before: ScriptObjects | None = None
@@ -149,6 +164,8 @@ class _Loop:
             if found is not None:
                 path, state = found
                 _note(storage.step_of(path), path)
+                iteration = state["position"]["iteration"]
+                state["appended"] = self._files.read_notes(self._folder.name, iteration)
         state = get_transport().broadcast_object(state, 0)
         self._before = hold(frame)
         if state is not None:
@@ -159,12 +176,14 @@ class _Loop:
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._before is not None
         restore(state["script"], self._before)
-        problems = self._files.restore(state["files"])
+        problems = self._files.restore(state["files"], state["appended"])
         self._has_saved = True
         self._iteration = state["position"]["iteration"]
         self._first = state["position"].get("first")
+        self.was_left = state["position"].get("was_left", False)
         _restore_streams(state["streams"])
         if self._rank == 0:
+            self._files.begin_notes(self._folder.name, self._iteration)
             line = (
                 f"resumed from {self._folder}: goes on after iteration {self._iteration} of the "
                 f"loop at {self._place}"
@@ -200,14 +219,29 @@ class _Loop:
             if self._rank == 0:
                 self._try_to_save(frame)
         if must_end:
-            get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
-            if self._rank == 0:
-                print_line(
-                    f"the loop at {self._place} was left after iteration {self._iteration} on a "
-                    f"signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
-                    "turn"
-                )
-            raise SystemExit(REQUEUE)
+            self._exit()
+
+    def leave(self, frame: types.FrameType) -> None:
+        """Called behind the loop: if a signal has come in an iteration that ended with `break`,
+        rank 0 saves, and all ranks exit. Collective."""
+        if self.has_ended or not each_on_any_rank([self._flag.is_set], get_transport())[0]:
+            return
+        self._iteration += 1
+        self.was_left = True
+        gather_outputs()
+        if self._rank == 0:
+            self._try_to_save(frame)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
+        if self._rank == 0:
+            print_line(
+                f"the loop at {self._place} was left after iteration {self._iteration} on a "
+                f"signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
+                "turn"
+            )
+        raise SystemExit(REQUEUE)
 
     def _try_to_save(self, frame: types.FrameType) -> None:
         started = monotonic()
@@ -228,6 +262,7 @@ class _Loop:
                 "iteration": self._iteration,
                 "line": self._line,
                 "first": self._first,
+                "was_left": self.was_left,
             },
             "streams": _streams(),
             "script": encode(self._before, ScriptObjects(find_scopes(frame))),
@@ -235,6 +270,7 @@ class _Loop:
         }
         with bypass_overlay():
             path = storage.write(self._folder, self._iteration, state)
+            self._files.begin_notes(self._folder.name, self._iteration)
             _note(self._iteration, path)
             for old in storage.list_checkpoints(self._folder)[2:]:
                 storage.remove(old)

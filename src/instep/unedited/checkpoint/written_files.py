@@ -1,13 +1,15 @@
 """The files that a script writes with `open` or renames: saved with an iteration, and set back.
 
 A script that is started again opens its log anew, or goes on behind the lines of an iteration that
-it is about to repeat. So the content of such a file belongs to the checkpoint.
+it is about to repeat. So the content of such a file belongs to the checkpoint. A file to which the
+script appends for the first time after that is noted in the folder, with its size before.
 """
 
 from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import stat
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from instep.process.pending_writes import DRAFT_PREFIX
-from instep.unedited.files.bypass import is_bypassed
+from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 
 LARGEST = 1 << 26
 """Bytes. Of a larger file only the size is saved, to which it is cut back; of one that was renamed,
@@ -36,6 +38,11 @@ class WrittenFiles:
         self._paths: dict[str, bool] = {}
         """Whether what is there was put there whole, by a rename."""
         self._saved: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._notes = folder / "appended.jsonl"
+        self._checkpoint: tuple[str, int] | None = None
+        """The loop and the iteration that were saved last, on the rank that notes files."""
+        self._sizes: dict[str, int | None] = {}
+        """Of files that were opened since then for the first time, before that; None: absent."""
         sys.addaudithook(self._hook)  # it cannot be removed
 
     def encode(self) -> dict[str, Any]:
@@ -54,8 +61,24 @@ class WrittenFiles:
                 found[path] = self._saved[path][1]
         return found
 
-    def restore(self, saved: Mapping[str, Any]) -> list[str]:
-        """Set them back; returns what could not be, as sentences."""
+    def begin_notes(self, loop: str, iteration: int) -> None:
+        """This iteration of a loop is saved: note files that are appended to from now on."""
+        self._checkpoint = loop, iteration
+        self._sizes.clear()
+
+    def read_notes(self, loop: str, iteration: int) -> dict[str, int | None]:
+        """The files that were appended to after that iteration, and their sizes when it was
+        saved; None: there was no such file."""
+        found: dict[str, int | None] = {}
+        with suppress(OSError), open(self._notes, encoding="utf-8") as file:
+            for line in file:
+                note = json.loads(line)
+                if note["loop"] == loop and note["iteration"] >= iteration:
+                    found.setdefault(note["path"], note["size"])
+        return found
+
+    def restore(self, saved: Mapping[str, Any], appended: Mapping[str, int | None]) -> list[str]:
+        """Set them back; returns what could not be, as sentences. `appended`: of `read_notes`."""
         _flush()
         problems = []
         for path, entry in saved.items():
@@ -64,7 +87,10 @@ class WrittenFiles:
             except (OSError, ValueError) as error:
                 problems.append(f"{path} is not as it was: {error}.")
             self._paths[path] = False
-        _seek_to_end(saved.keys())
+        for path in appended.keys() - saved.keys():
+            with suppress(FileNotFoundError):
+                _cut(path, appended[path])
+        _seek_to_end(saved.keys() | appended.keys())
         return problems
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -74,7 +100,23 @@ class WrittenFiles:
         if path is not None:
             name = os.path.abspath(os.fsdecode(path))
             if not name.startswith((self._folder, *_NOT_SAVED)) and DRAFT_PREFIX not in name:
+                if event == "open" and self._checkpoint is not None:
+                    self._note_append(name, is_append=bool(arguments[2] & os.O_APPEND))
                 self._paths[name] = event == "os.rename"
+
+    def _note_append(self, path: str, *, is_append: bool) -> None:
+        """Called before a file is opened for writing."""
+        if path not in self._paths:
+            size = os.stat(path).st_size if os.path.exists(path) else None
+            if is_append or size is None:
+                self._sizes[path] = size
+        if is_append and path in self._sizes:
+            assert self._checkpoint is not None
+            loop, iteration = self._checkpoint
+            size = self._sizes.pop(path)
+            note = {"loop": loop, "iteration": iteration, "path": path, "size": size}
+            with suppress(OSError), bypass_overlay(), open(self._notes, "a") as file:
+                file.write(json.dumps(note) + "\n")
 
 
 def _opened(path: Any, mode: str | None, flags: int) -> Any:
@@ -102,6 +144,14 @@ def _restore_file(path: str, entry: Mapping[str, Any]) -> None:
         if os.fstat(file.fileno()).st_size < entry["size"]:
             raise ValueError("it is too large for a checkpoint, and shorter than it was")
         file.truncate(entry["size"])
+
+
+def _cut(path: str, size: int | None) -> None:
+    """Remove what a file has beyond its size before; None: the file."""
+    if size is None:
+        os.remove(path)
+    elif os.stat(path).st_size > size:
+        os.truncate(path, size)
 
 
 def _open_files() -> Iterator[io.IOBase]:
