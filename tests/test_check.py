@@ -35,6 +35,13 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (60, "INS105"),
         (61, "INS105"),
     ],
+    "apex_optimizers.py": [(12, "INS408")],
+    "by_the_clock.py": [
+        (17, "INS107"),
+        (23, "INS107"),
+        (31, "INS107"),
+        (66, "INS108"),
+    ],
     "careful.py": [],
     "fsdp_saves.py": [
         (11, "INS103"),
