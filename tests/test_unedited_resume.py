@@ -267,6 +267,11 @@ APPENDS_LATE = MODULE_LEVEL.replace(
             with open(name, "a") as file:
                 print(epoch, file=file)
     fail_at(epoch)""",
+).replace(
+    "torch.save(",
+    """with open("results.csv", "a") as file:
+    print(epoch, file=file)
+torch.save(""",
 )
 FOR_IS_LEFT = MODULE_LEVEL.replace(
     "    fail_at(epoch)", "    fail_at(epoch)\n    if epoch == 2: break\nlog.close()"
@@ -403,6 +408,10 @@ def test_files_that_are_appended_to_after_the_last_checkpoint_are_set_back(tmp_p
     for name in ("new.csv", "old.csv"):
         assert (killed / name).read_text() == (alone / name).read_text()
     assert_same_end(killed, alone)
+    with open(killed / "results.csv", "a") as file:
+        file.write("of another job\n")
+    assert run(killed) == 0
+    assert (killed / "results.csv").read_text() == "7\nof another job\n7\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ _CLOCKS = {
     *("datetime.datetime.now", "datetime.datetime.utcnow"),
 }
 _ORDER = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
-_SENT = ("broadcast", "broadcast_object", "broadcast_object_list", "join", "Join")
+_SENT = ("broadcast", "broadcast_object", "broadcast_object_list", "Join")
 """Calls by which a rank hears of a decision, or gets on without the others."""
 
 

@@ -48,7 +48,6 @@ class LoopIterations:
     def __init__(self, folder: Path) -> None:
         call_state.saves_attributes = True
         self._folder = folder
-        self._files = WrittenFiles(folder)
         self._entered = 0
         self._lock: FolderLock | None = None
         self._flag: SignalFlag | None = None
@@ -56,6 +55,7 @@ class LoopIterations:
         """Of each loop that was entered: the code, the first line and the last one of the body."""
         self._loops: dict[tuple[types.CodeType, int], _Loop] = {}
         """The latest run of each loop, by its code and first line."""
+        self._files = WrittenFiles(folder, self._is_in_loop)
 
     def each(self, values: Iterable[Any], line: int, last_line: int) -> Iterable[Any]:
         """The values of a `for` loop in these lines."""

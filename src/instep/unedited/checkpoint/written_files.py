@@ -13,9 +13,10 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ _NOT_SAVED = ("/dev/", "/proc/", "/sys/")
 class WrittenFiles:
     """The files that this process opens for writing, or gives a name, from now on."""
 
-    def __init__(self, folder: Path) -> None:
-        """Files in `folder`, which holds the checkpoints, do not count."""
+    def __init__(self, folder: Path, is_in_loop: Callable[[FrameType | None], bool]) -> None:
+        """Files in `folder`, which holds the checkpoints, do not count. `is_in_loop`: whether a
+        frame belongs to a training loop; what the script appends to elsewhere is not noted, since
+        other jobs may share it."""
+        self._is_in_loop = is_in_loop
         self._folder = f"{folder}{os.sep}"
         self._paths: dict[str, bool] = {}
         """Whether what is there was put there whole, by a rename."""
@@ -70,7 +74,7 @@ class WrittenFiles:
         """The files that were appended to after that iteration, and their sizes when it was
         saved; None: there was no such file."""
         found: dict[str, int | None] = {}
-        with suppress(OSError), open(self._notes, encoding="utf-8") as file:
+        with suppress(OSError, ValueError), open(self._notes, encoding="utf-8") as file:
             for line in file:
                 note = json.loads(line)
                 if note["loop"] == loop and note["iteration"] >= iteration:
@@ -88,8 +92,12 @@ class WrittenFiles:
                 problems.append(f"{path} is not as it was: {error}.")
             self._paths[path] = False
         for path in appended.keys() - saved.keys():
-            with suppress(FileNotFoundError):
+            try:
                 _cut(path, appended[path])
+            except FileNotFoundError:
+                pass  # as it was, or gone with what was appended
+            except OSError as error:
+                problems.append(f"{path} is not as it was: {error}.")
         _seek_to_end(saved.keys() | appended.keys())
         return problems
 
@@ -100,7 +108,8 @@ class WrittenFiles:
         if path is not None:
             name = os.path.abspath(os.fsdecode(path))
             if not name.startswith((self._folder, *_NOT_SAVED)) and DRAFT_PREFIX not in name:
-                if event == "open" and self._checkpoint is not None:
+                is_noted = event == "open" and self._checkpoint is not None
+                if is_noted and self._is_in_loop(sys._getframe()):
                     self._note_append(name, is_append=bool(arguments[2] & os.O_APPEND))
                 self._paths[name] = event == "os.rename"
 
