@@ -203,7 +203,7 @@ def _split(argv: Sequence[str], parser: _Parser) -> tuple[Sequence[str], Sequenc
 
 
 def _check_values(argv: Sequence[str], parser: _Parser, *, has_program: bool) -> None:
-    """Raise CommandLineError if an option has taken the script's name as its value.
+    """Raise CommandLineError if an option has an empty value, or the script's name as its value.
 
     Else a script could be lost: some options write to the file that they name.
     """
@@ -215,7 +215,9 @@ def _check_values(argv: Sequence[str], parser: _Parser, *, has_program: bool) ->
         for option in action.option_strings
         if action.nargs != 0 and action.metavar != _SCRIPT
     }
-    for option, word in pairwise(argv):
+    for option, word in [*pairwise(argv), *(each.split("=", 1) for each in argv if "=" in each)]:
+        if option in options and not word:
+            raise CommandLineError(f"the value of {option} is empty. Is a shell variable not set?")
         is_program = is_python(word) or (
             word.endswith(".py") and (os.path.isfile(word) or not has_program)
         )
