@@ -108,7 +108,9 @@ REPEATED = """
     model = Warns(4, 3)
     for step in range(6):
         warnings.warn("in the loop")
-        model(torch.randn(6, 4)).sum().backward()
+        outputs = model(torch.randn(6, 4))
+        outputs.register_hook(lambda _: warnings.warn("in a backward", stacklevel=5))
+        outputs.sum().backward()
         model.zero_grad()
     with torch.no_grad():
         model.eval()(torch.randn(6, 4))
@@ -120,7 +122,7 @@ def test_a_warning_that_is_shown_once_for_a_line_is_shown_once(launch: Launch) -
     script.write_text(textwrap.dedent(REPEATED))
     one, two = (launch.run("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    assert one.stderr.count("UserWarning") == 2
+    assert one.stderr.count("UserWarning") == 3
     assert two.stderr == one.stderr
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from types import FrameType
 from typing import Any, TypeVar
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
-from instep.process import frames_from
+from instep.distributed.flight_record.script_line import script_frame
+from instep.process import PACKAGE_FOLDER, frames_from
 from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.compare.side_effects import PendingWarning, defer_warning
@@ -201,7 +203,11 @@ def show_warning(
     file: Any = None,
     line: str | None = None,
 ) -> None:
-    """For warnings.showwarning: what is about the rows of one rank is shown by that rank."""
+    """For warnings.showwarning: what is about the rows of one rank is shown by that rank. Where the
+    line is one of instep's, between the script and the library that warns, it is the script's."""
+    registry = _registry_of(filename)
+    key = str(message), category, lineno
+    filename, lineno = _place_in_script(filename, lineno)
     streams = _current[0] if _current and is_thread_rank_local() and file is None else None
     show_as_usual = partial(original, message, category, filename, lineno, file, line)
     if streams is None or streams.process != os.getpid():
@@ -209,18 +215,31 @@ def show_warning(
         return
     text = warnings.formatwarning(message, category, filename, lineno, line)
     show = partial(streams.show_warning, text, show_as_usual)
-    warning = PendingWarning(show, _registry_of(filename), (str(message), category, lineno))
+    warning = PendingWarning(show, registry, key)
     if not defer_warning(warning):
         warning.show()
 
 
 def _registry_of(filename: str) -> dict[Any, Any]:
     """Where Python has noted a warning of this file that is being shown."""
-    for frame in frames_from(sys._getframe(1)):
-        if frame.f_code.co_filename == filename:
-            found: dict[Any, Any] = frame.f_globals.get("__warningregistry__", {})
-            return found
-    return {}
+    frame = _frame_in(filename)
+    return {} if frame is None else frame.f_globals.get("__warningregistry__", {})
+
+
+def _place_in_script(filename: str, lineno: int) -> tuple[str, int]:
+    """The file and the line of the script that has led to this line of instep's; what was given
+    where it is not instep's."""
+    frame = _frame_in(filename) if filename.startswith(PACKAGE_FOLDER) else None
+    if frame is None:
+        return filename, lineno
+    frame = script_frame(frame)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _frame_in(filename: str) -> FrameType | None:
+    """The innermost frame of this file in which a warning is being shown."""
+    frames = frames_from(sys._getframe(2))
+    return next((each for each in frames if each.f_code.co_filename == filename), None)
 
 
 STREAM_PATCHES = patches(
