@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import instep
@@ -1272,6 +1273,46 @@ def test_operations_are_counted_for_whole_batches() -> None:
     assert instep.rank or "where a FlopCounterMode sees its operations" in said.getvalue()
 
 
+class CountedRows(TorchFunctionMode):
+    """Counts the rows that go through linear layers."""
+
+    rows = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.rows += len(args[0]) if func is F.linear else 0
+        return func(*args, **kwargs or {})
+
+
+@ranks(2)
+def test_a_scripts_function_modes_and_hooks_on_saved_tensors_see_whole_batches() -> None:
+    model, x = mlp(), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(len(tensor))
+        return tensor
+
+    def run() -> list[int]:
+        saved.clear()
+        with CountedRows() as mode:
+            model(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(x)
+        return [mode.rows, *saved]
+
+    expected = run()
+    with sharding() as said:
+        for _ in range(2):  # torch's own see rows
+            with torch.device("cpu"), torch.autograd.graph.save_on_cpu():
+                model(x).sum().backward()
+        assert modules.call_counts.sharded == 2
+        assert run() == expected
+        assert modules.call_counts.sharded == 2
+    told = said.getvalue()
+    assert instep.rank or "where a CountedRows sees its calls of torch's functions" in told
+    assert instep.rank or "where the script's saved_tensors_hooks see its tensors" in told
+
+
 @ranks(2)
 def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_outside() -> None:
     entered: list[str] = []
@@ -1441,13 +1482,20 @@ def without_warnings() -> Iterator[None]:
 def test_forward_mode_derivatives_go_through_whole_calls() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(8, 6)
-    with without_warnings(), sharding():
+    with without_warnings(), sharding() as said:
         _, expected = torch.func.jvp(model, (x,), (x,))
         model(x).sum().backward()
         with forward_ad.dual_level():
             found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
         output, derivative = torch.func.linearize(model, x)
         torch.testing.assert_close(output, model(x))
+    told = said.getvalue().splitlines()
+    assert [line.partition(";")[0] for line in told] == [
+        "instep: every rank computes Sequential whole inside of a transform of torch.func (grad, "
+        "vmap and so on)",
+        "instep: every rank computes Sequential whole where torch.autograd.forward_ad "
+        "differentiates it",
+    ] * (not instep.rank)
     assert found is not None
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(derivative(x), expected)

@@ -184,9 +184,8 @@ to change](../unedited-scripts.md#what-is-computed-whole).""",
         "No call of a module could be divided in the whole run.",
         """\
 instep divides calls of `torch.nn.Module`s that have parameters. It does not see calls of a class
-that defines `__call__` itself, calls by `torch.func`, or a model that consists of tensors and
-functions. The numbers are right; the run is not faster. [The two lines](../ways.md) divide such a
-script.""",
+that defines `__call__` itself, or a model that consists of tensors and functions. The numbers are
+right; the run is not faster. [The two lines](../ways.md) divide such a script.""",
     ),
     RunWarning(
         "INS713",

@@ -138,6 +138,10 @@ def dispatch_mode_stack() -> list[Any]:
 
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 """The modes that intercept torch's functions now."""
+saved_tensors_hooks: Callable[[bool], tuple[Function, Function] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+"""The innermost hooks that pack and unpack what autograd saves; None: there are none."""
 profiler_enabled = torch.autograd._profiler_enabled
 """Whether torch.profiler records."""
 script_operations: dict[int, str] = torch.jit._builtins._get_builtin_table()

@@ -62,8 +62,8 @@ LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
     "every rank computed all of this script: it called no torch.nn.Module with parameters in a way "
-    "that instep sees. (Calls of a class that defines __call__ itself, those by torch.func, and "
-    "those inside of a function that torch.compile compiles are not seen.) [INS712]"
+    "that instep sees. (Calls of a class that defines __call__ itself, and those inside of a "
+    "function that torch.compile compiles are not seen.) [INS712]"
 )
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 

@@ -38,6 +38,14 @@ from instep.unedited.sharded_call.whole_report import report_whole, reset_report
 _NESTED = WholeReason(
     "where it is given a nested tensor; other calls are not affected", ReasonKind.OF_ARGUMENTS
 )
+_TRANSFORMED = WholeReason(
+    "inside of a transform of torch.func (grad, vmap and so on); other calls are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)
+_FORWARD_AD = WholeReason(
+    "where torch.autograd.forward_ad differentiates it; other calls are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)
 _IDLE_CALLS = 256
 """After so many whole calls it is looked whether any other call still draws for the whole batch."""
 
@@ -83,25 +91,37 @@ def _call(
 ) -> Any:
     if (known := whole_calls.find(module, args, kwargs)) is not None:
         return _run_known_whole(known, original, module, args, kwargs)
-    if (
-        peek_interpreter_stack() is not None  # torch.func's transforms
-        or is_in_forward_ad()
-        or not has_parameters(module)
-    ):
+    if not has_parameters(module):
         return original(module, *args, **kwargs)
+    if peek_interpreter_stack() is not None:
+        return _run_whole_with_parts(_TRANSFORMED, original, module, args, kwargs)
+    if is_in_forward_ad():
+        return _run_whole_with_parts(_FORWARD_AD, original, module, args, kwargs)
     call = BoundCall.of(original, module, args, kwargs)
     if any(tensor.is_nested for tensor in call.tensors):
-        if not call_state.whole_depth:
-            report_whole(module, _NESTED)
-            call_counts.whole += 1
-        with sharding_parts(module):
-            return original(module, *args, **kwargs)
+        return _run_whole_with_parts(_NESTED, original, module, args, kwargs)
     has_tensors = any(isinstance(leaf, Tensor | np.ndarray) for leaf in call.leaves)
     if not (has_tensors or any(map(has_rows, call.leaves))):
         return original(module, *args, **kwargs)
     name = "forward" if torch.is_grad_enabled() else "evaluation"
     with call_state.calling(), ignore_grad_warnings(call.parts), phase(name):
         return call_outermost(call, ShardGroup.of(get_transport()))
+
+
+def _run_whole_with_parts(
+    why: WholeReason,
+    original: Function,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Make a call that cannot be planned; those of the module's parts are looked at by
+    themselves."""
+    if not call_state.whole_depth:
+        report_whole(module, why)
+        call_counts.whole += 1
+    with sharding_parts(module):
+        return original(module, *args, **kwargs)
 
 
 def _run_known_whole(

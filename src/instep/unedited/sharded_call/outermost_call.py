@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from instep.distributed.identity.torch_devices import is_capturing_graph
-from instep.process.torch_private import dispatch_mode_stack
 from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
@@ -25,6 +24,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
     caches_weights,
     find_gpu_state,
     find_hooks,
+    find_observer,
     find_scripted_state,
     is_compiled,
     is_lazy,
@@ -123,11 +123,9 @@ def _find_obstacle(call: BoundCall) -> WholeReason | None:
         return _CHECKPOINTED
     if is_capturing_graph():
         return _CAPTURED
-    if modes := dispatch_mode_stack():
-        name = type(modes[-1]).__name__.lstrip("_")
+    if observer := find_observer():
         return WholeReason(
-            f"where a {name} sees its operations, which must be those of whole batches; other "
-            "calls are not affected",
+            f"where {observer}, which must be those of whole batches; other calls are not affected",
             ReasonKind.OF_ARGUMENTS,
         )
     return _CACHED if caches_weights(call.parts) else None

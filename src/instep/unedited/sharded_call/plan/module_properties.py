@@ -18,7 +18,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from instep.process import is_installed
 from instep.process.patching import ignored_warnings
-from instep.process.torch_private import has_script_buffers, is_caching_weights
+from instep.process.torch_private import (
+    dispatch_mode_stack,
+    function_mode_stack,
+    has_script_buffers,
+    is_caching_weights,
+    saved_tensors_hooks,
+)
 from instep.training.pytree import MAX_OBJECTS
 from instep.unedited.objects.referents import referents, walk
 
@@ -66,6 +72,20 @@ def find_hooks(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[str, tupl
                 if owner:
                     others.append(number)
     return "", tuple(others)
+
+
+def find_observer() -> str:
+    """Say what sees the operations or the saved tensors of a call that is made now; "" if nothing
+    does. Function modes and hooks of torch's own are there for other things: a default device,
+    tensors that are kept on the CPU."""
+    for mode in reversed(dispatch_mode_stack()):
+        return f"a {type(mode).__name__.lstrip('_')} sees its operations"
+    for mode in reversed(function_mode_stack()):
+        if type(mode).__module__.split(".")[0] not in _OURS:
+            return f"a {type(mode).__name__.lstrip('_')} sees its calls of torch's functions"
+    hooks = saved_tensors_hooks(False)
+    is_script = hooks is not None and any(_owner(hook) == _SCRIPT for hook in hooks)
+    return "the script's saved_tensors_hooks see its tensors" if is_script else ""
 
 
 def _name_in(module: nn.Module, part: nn.Module) -> str:
