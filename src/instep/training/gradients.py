@@ -31,10 +31,9 @@ from instep.training.buckets.reducer import (
     is_reducing,
     reduce_during_backward,
     reducer_of,
-    zero_non_finite,
 )
 from instep.training.drift.comparison import DriftCheck
-from instep.training.drift.non_finite import FiniteCheck
+from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses.closures import note_loss

@@ -84,6 +84,10 @@ class GradBucket(ABC):
         `partial`: what is in `.grad` already is this rank's part of the same sum.
         """
 
+    @abstractmethod
+    def add_again(self, index: int, grad: Tensor) -> None:
+        """Add another gradient of a parameter, after `intercept`, before `start`."""
+
     def separate(self, storages: set[int]) -> None:
         """Let each gradient have memory of its own, and none of `storages`; adds it to these.
 

@@ -57,6 +57,9 @@ class InPlaceBucket(GradBucket):
             parameter.grad = None
         self.filled.add(index)
 
+    def add_again(self, index: int, grad: Tensor) -> None:
+        """Autograd adds it to what is in `.grad`."""
+
     def separate(self, storages: set[int]) -> None:
         for index in self.filled:
             grad = self.own_grad(index)

@@ -59,6 +59,9 @@ class PackedBucket(GradBucket):
                 self._before[index] = parameter.grad
             parameter.grad = None
 
+    def add_again(self, index: int, grad: Tensor) -> None:
+        self.add(index, grad)
+
     def _start(self, transport: Transport) -> None:
         self._streams.join()
         flags = self._allocated()[self.layout.numel :].copy_(self._trailer)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport, overlap_group
-from instep.errors import TrainingError
 from instep.process.exit_status import group_ranks
 from instep.process.torch_private import hooks_of, later_hooks_of
 from instep.training.batches import progress
@@ -24,7 +23,7 @@ from instep.training.buckets.grad_buckets import finish_buckets, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.comparison import DriftCheck
-from instep.training.drift.non_finite import FiniteCheck
+from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
 from instep.training.errors import DriftError, MixedSumsError
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -139,6 +138,8 @@ class Reducer:
         self._sparse: set[int] = set(self._tables)
         self._reduced: set[int] = set()
         """Parameters whose gradients of this backward were summed at once."""
+        self._more: dict[int, Tensor] = {}
+        """The sums of what parameters have got in this backward beside their first gradients."""
         self._checksums: dict[int, Tensor] = {}
         """The summed checksums of what was summed at once."""
         self._hooks: list[_Hook] = []
@@ -173,11 +174,10 @@ class Reducer:
         bucket = self._bucket_of.get(index)
         if bucket is None or grad.is_sparse or not _current.sync:
             return self._reduce_now(index, grad)
-        if index in bucket.filled:
-            raise TrainingError(
-                f"a parameter of shape {tuple(grad.shape)} got two gradients in one backward "
-                "(reentrant checkpointing of a shared parameter); use use_reentrant=False."
-            )
+        if index in bucket.filled:  # as where a reentrant checkpoint has a backward of its own
+            add = self._sum_again if bucket.starts_early else bucket.add_again
+            add(index, grad)  # not by whether it has started, which may differ between ranks
+            return grad
         bucket.intercept(index, grad, partial=index in self._partial)
         self._start_full_buckets()
         return grad
@@ -195,6 +195,10 @@ class Reducer:
                 return
             self._inspect(self._buckets[self._started :], are_last=True)
             finish_buckets(self._buckets, self._started, self._bucket_transport, self._reduced)
+        for index, total in self._more.items():
+            grad = self._parameters[index].grad
+            assert grad is not None
+            grad.add_(total)
         self._started = len(self._buckets)
         self._partial.clear()
         _unfinished.pop(self, None)
@@ -203,6 +207,7 @@ class Reducer:
         """Forget this backward."""
         self._started = 0
         self._reduced.clear()
+        self._more.clear()
         self._of_tables.clear()
         self._checksums.clear()
         for bucket in self._buckets:
@@ -279,6 +284,13 @@ class Reducer:
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return all_reduce_sparse(grad)
+        return self._sum_over_ranks(index, grad)
+
+    def _sum_again(self, index: int, grad: Tensor) -> None:
+        """Sum another gradient of a parameter whose first one is in a bucket."""
+        self._more[index] = self._more.get(index, 0) + self._sum_over_ranks(index, grad)
+
+    def _sum_over_ranks(self, index: int, grad: Tensor) -> Tensor:
         checksum = bucket_checksum(grad, self.number, index, self._step_number)
         flat = torch.cat([grad.reshape(-1), checksum])
         self.transport.all_reduce(as_real(flat), "sum").wait()
@@ -380,15 +392,6 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 _TYPE = attrgetter("requires_grad", "dtype", "device")
-
-
-def zero_non_finite(tensor: Tensor) -> Tensor:
-    """A gradient with zeros in place of what is no number."""
-    if tensor.is_sparse:
-        whole = tensor.coalesce()
-        values = zero_non_finite(whole.values())
-        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True)
-    return torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor))
 
 
 def partial_sums() -> list[Tensor]:

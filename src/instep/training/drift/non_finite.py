@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -231,3 +232,12 @@ def reset() -> None:
     """Forget what was found, so that it is shown again."""
     global _report
     _report = _FindingReport(_report.show)
+
+
+def zero_non_finite(tensor: Tensor) -> Tensor:
+    """A gradient with zeros in place of what is no number."""
+    if tensor.is_sparse:
+        whole = tensor.coalesce()
+        values = zero_non_finite(whole.values())
+        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True)
+    return torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor))
