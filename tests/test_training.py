@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -451,6 +452,17 @@ def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
     rows = DataLoader(TensorDataset(torch.randn(6, 3)), 6)
     with pytest.warns(InstepWarning, match=r"its batch statistics stay this rank's .* \[INS708\]"):
         torch.optim.swa_utils.update_bn(instep.shard(rows), averaged)
+
+
+@ranks(2)
+@pytest.mark.parametrize("tracks", [True, False])
+def test_so_is_one_that_norms_by_a_batch_in_evaluation(tracks):
+    replicas._copies.clear()
+    norm = nn.BatchNorm1d(3, track_running_stats=tracks)
+    copied = copy.deepcopy(instep.replicate(nn.Sequential(norm))).eval()
+    text = r"a copy of a replicated Sequential is called with .* its batch statistics .* \[INS708\]"
+    with nullcontext() if tracks else pytest.warns(InstepWarning, match=text), torch.no_grad():
+        copied(instep.shard(torch.randn(6, 3)))
 
 
 @ranks(2)

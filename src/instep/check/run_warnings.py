@@ -131,9 +131,10 @@ since each rank has one device. Leave it out.""",
 `copy.deepcopy(model)`, or a pickled model that is loaded again, is an ordinary module: its
 gradients and, in training mode, its batch statistics are those of this rank's rows, and the copies
 of the ranks become different. A copy in evaluation mode (a moving average, a teacher) is no cause
-for the warning.
+for the warning, unless it has batch normalisation without running statistics
+(`track_running_stats=False`), which takes those of the batch then, too.
 
-To train the copy, or to call `update_bn` for it, replicate it, too:
+To train such a copy, to call it, or to call `update_bn` for it, replicate it, too:
 
 ```python
 copy = instep.replicate(copy.deepcopy(model))

@@ -249,23 +249,32 @@ def _warn_of_draws(
 
 
 def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn once of a class whose copy trains on this rank's share of a batch."""
-    if type(module) in _copies or not module.training or module in replica_of_part:
+    """Warn once of a class whose copy trains on this rank's share of a batch, or has its
+    statistics."""
+    if type(module) in _copies or module in replica_of_part:
         return
     if not may_be_share((args, kwargs)):
         return
-    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+    is_trained = module.training and torch.is_grad_enabled()
+    if is_trained and any(p.requires_grad for p in module.parameters()):
         of_rank = "gradients"
-    elif any(isinstance(part, BatchNorm) for part in module.modules()):
+    elif any(map(_uses_statistics_of_batch, module.modules())):
         of_rank = "batch statistics"
     else:
         return
     _copies.add(type(module))
+    purpose = " for training" if module.training else ""
     warn_at_script_line(
-        f"a copy of a replicated {type(module).__name__} is called for training with this rank's "
-        f"share of a batch. It is no replica: its {of_rank} stay this rank's own. Call "
+        f"a copy of a replicated {type(module).__name__} is called{purpose} with this rank's share "
+        f"of a batch. It is no replica: its {of_rank} stay this rank's own. Call "
         "instep.replicate(copy). [INS708]",
     )
+
+
+def _uses_statistics_of_batch(part: nn.Module) -> bool:
+    """Whether it norms by them: in evaluation, too, where it has no running ones."""
+    is_norm = isinstance(part, BatchNorm)
+    return is_norm and (part.training or part.running_mean is None or part.running_var is None)
 
 
 # Hooks are functions of this module that look up the replica: a deep copy or an unpickled model
