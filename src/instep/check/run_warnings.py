@@ -81,8 +81,13 @@ of zero, a sample with a value that is not finite, float16 without a loss scale.
 The warning names it, the ranks and the steps between which it changed. It is a warning and not an
 error where the difference is no more than rounding, or concerns a buffer.
 
-Look for a write to it under `if instep.rank == 0`, a file that one rank has read, or random numbers
-of a generator of your own. `INSTEP_DRIFT_STEPS=1` compares at each step and names the step.""",
+Of rounding there is one warning for a model. Some functions of linear algebra, such as
+`torch.linalg.lstsq`, round differently where their arguments lie elsewhere in memory, so also in
+each process. A parameter that a script sets by one of them is right on each rank.
+
+Otherwise look for a write to it under `if instep.rank == 0`, a file that one rank has read, or
+random numbers of a generator of your own. `INSTEP_DRIFT_STEPS=1` compares at each step and names
+the step.""",
         of_python=True,
     ),
     RunWarning(

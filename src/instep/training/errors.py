@@ -131,16 +131,48 @@ class DriftError(TrainingError):
     ) -> DriftError:
         """Of a parameter or buffer; `groups`: the ranks that have the same one; `others`: how many
         more tensors differ."""
-        *odd, most = sorted(groups.values(), key=lambda ranks: (len(ranks), 0 in ranks))
-        ranks = [rank for ranks in odd for rank in ranks]
-        verb = "differs" if len(ranks) == 1 else "differ"
-        more = f" {others} more tensors differ." if others > 1 else " One more differs." * others
+        what = _difference_of(name, groups, since, difference, others)
+        return cls(f"{what} {_CHANGED_ON_SOME}")
+
+    @classmethod
+    def of_rounding(
+        cls,
+        name: str,
+        groups: Mapping[object, Sequence[int]],
+        since: tuple[int, int],
+        difference: float,
+        others: int,
+    ) -> DriftError:
+        """As `of_tensor`, where the difference is no more than one of rounding."""
+        what = _difference_of(name, groups, since, difference, others)
         return cls(
-            f"{name} of {format_ranks(ranks)} {verb} from that of {format_ranks(most)} "
-            f"{_since(since)}, by up to {difference:.3g}.{more} Something has changed it on some "
-            "ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names the step, 0 "
-            "compares nothing."
+            f"{what} That is no more than rounding. Unlike processors round differently, and so "
+            "does torch.linalg.lstsq in each process: then the numbers are right. Otherwise: "
+            f"{_CHANGED_ON_SOME}"
         )
+
+
+_CHANGED_ON_SOME = (
+    "Something has changed it on some ranks only; change it on every rank alike. "
+    "INSTEP_DRIFT_STEPS=1 names the step, 0 compares nothing."
+)
+
+
+def _difference_of(
+    name: str,
+    groups: Mapping[object, Sequence[int]],
+    since: tuple[int, int],
+    difference: float,
+    others: int,
+) -> str:
+    *odd, most = sorted(groups.values(), key=lambda ranks: (len(ranks), 0 in ranks))
+    ranks = [rank for ranks in odd for rank in ranks]
+    verb = "differs" if len(ranks) == 1 else "differ"
+    more = f" {others} more tensors differ." if others > 1 else " One more differs." * others
+    return (
+        f"{name} of {format_ranks(ranks)} {verb} from that of {format_ranks(most)} "
+        f"{_since(since)}, by up to {difference:.3g}.{more}"
+    )
 
 
 def _format_groups(groups: Mapping[Any, Sequence[int]]) -> str:

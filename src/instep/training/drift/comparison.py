@@ -45,6 +45,7 @@ _LENGTHS = (
     "to the longest of them: then the numbers are not those of one process. Pad all batches to one "
     "length. [INS701]"
 )
+_ROUNDED = "rounded"
 _EACH_RANKS_OWN = " Each rank has trained it on its own rows."
 
 
@@ -275,7 +276,7 @@ class DriftCheck:
             values = [options.get(name) for _, options in of_ranks]
             if None not in values and len({*values}) > 1:
                 raise DriftError.of_option(name, group_ranks(values), since)
-        found = []
+        found, rounded = [], []
         for name in dict.fromkeys(name for named, _ in of_ranks for name in named):
             ways = [named.get(name) for named, _ in of_ranks]
             if len({*ways}) == 1:
@@ -288,37 +289,26 @@ class DriftCheck:
             largest, difference = measure_difference(tensors[name].tensor, self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
-            if self._is_harmless(tensors[name], largest, difference):
-                is_own = tensors[name].kind == "own"
-                self._warn(name, model, group_ranks(ways), since, difference, is_own=is_own)
-                continue
-            found.append((name + model, group_ranks(ways), difference))
+            kind, dtype = tensors[name].kind, tensors[name].tensor.dtype
+            it = name + model, group_ranks(ways), since, difference
+            if kind == "own":
+                self._warn(_EACH_RANKS_OWN, f"{DriftError.of_tensor(*it, 0)}{_EACH_RANKS_OWN}")
+            elif is_rounding(dtype, largest, difference):
+                rounded.append(it)
+            elif kind == "buffer" and self._buffers == "warn":
+                self._warn(name, f"{DriftError.of_tensor(*it, 0)}")
+            else:
+                found.append(it)
         if found:
-            (name, groups, difference), *others = found
-            raise DriftError.of_tensor(name, groups, since, difference, len(others))
+            raise DriftError.of_tensor(*found[0], len(found) - 1)
+        if rounded:
+            self._warn(_ROUNDED, f"{DriftError.of_rounding(*rounded[0], len(rounded) - 1)}")
 
-    def _is_harmless(self, compared: _Compared, largest: float, difference: float) -> bool:
-        if compared.kind == "own" or (compared.kind == "buffer" and self._buffers == "warn"):
-            return True
-        return is_rounding(compared.tensor.dtype, largest, difference)
-
-    def _warn(
-        self,
-        name: str,
-        model: str,
-        groups: Mapping[Any, list[int]],
-        since: tuple[int, int],
-        difference: float,
-        *,
-        is_own: bool,
-    ) -> None:
-        key = _EACH_RANKS_OWN if is_own else name
-        if key in self._warned:
-            return
-        self._warned.add(key)
-        what = f"{DriftError.of_tensor(name + model, groups, since, difference, 0)}"
-        what += _EACH_RANKS_OWN if is_own else ""
-        warn_at_script_line(f"{what} Training goes on. [INS703]")
+    def _warn(self, kind: str, text: str) -> None:
+        """Warn, once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn_at_script_line(f"{text} Training goes on. [INS703]")
 
     def _warn_of_lengths(self, model: str) -> None:
         if _LENGTHS not in self._warned:
