@@ -104,6 +104,48 @@ for parameter in net.parameters():
 """
 
 
+DROPOUT = """
+import sys
+import torch
+from torch import nn
+
+if sys.argv[1] == "as without it":
+    torch._inductor.config.fallback_random = True
+torch.manual_seed(0)
+
+@torch.compile
+def activation(x):
+    return nn.functional.dropout(x.relu(), 0.5)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 3)
+    def forward(self, x):
+        return self.outer(activation(self.inner(x)))
+
+net = Model()
+for step in range(3):
+    net(torch.randn(9, 8)).square().mean().backward()
+for parameter in net.parameters():
+    print(f"{parameter.grad.norm().item():.3f}")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["as compiled", "as without it"])
+def test_what_compiled_code_draws_is_that_of_one_process(tmp_path: Path, how: str) -> None:
+    place = Place(tmp_path)
+    script = place.script(DROPOUT)
+    same = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    plain = place.run("plain", sys.executable, script, how, **same)
+    two = place.run("two", *RUN, "2", script, how, **same)
+    assert two.stdout == plain.stdout
+    told = "what torch.compile has made of it draws by a row's place in the batch"
+    assert (told in two.stderr) == (how == "as compiled"), two.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_what_the_cache_on_disk_has_from_plain_python_does_not_change_gradients(

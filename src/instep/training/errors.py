@@ -132,7 +132,7 @@ class DriftError(TrainingError):
         """Of a parameter or buffer; `groups`: the ranks that have the same one; `others`: how many
         more tensors differ."""
         what = _difference_of(name, groups, since, difference, others)
-        return cls(f"{what} {_CHANGED_ON_SOME}")
+        return cls(f"{what} Something {_HAS_CHANGED_IT}")
 
     @classmethod
     def of_rounding(
@@ -147,14 +147,14 @@ class DriftError(TrainingError):
         what = _difference_of(name, groups, since, difference, others)
         return cls(
             f"{what} That is no more than rounding. Unlike processors round differently, and so "
-            "does torch.linalg.lstsq in each process: then the numbers are right. Otherwise: "
-            f"{_CHANGED_ON_SOME}"
+            "does torch.linalg.lstsq in each process: then the numbers are right. Otherwise "
+            f"something {_HAS_CHANGED_IT}"
         )
 
 
-_CHANGED_ON_SOME = (
-    "Something has changed it on some ranks only; change it on every rank alike. "
-    "INSTEP_DRIFT_STEPS=1 names the step, 0 compares nothing."
+_HAS_CHANGED_IT = (
+    "has changed it on some ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names "
+    "the step, 0 compares nothing."
 )
 
 

@@ -29,6 +29,15 @@ class ShardedCallError(TrainingError):
             'SDPBackend.MATH, in transformers attn_implementation="eager", it is divided)'
         )
 
+    @classmethod
+    def draws_in_compiled_code(cls) -> ShardedCallError:
+        """What inductor compiles draws a seed, from which each element's number follows."""
+        return cls(
+            "what torch.compile has made of it draws by a row's place in the batch (with "
+            "torch._inductor.config.fallback_random = True it draws as without torch.compile, and "
+            "is divided)"
+        )
+
 
 class MismatchError(Exception):
     """The ranks do not do the same in a trial, which ends on all of them."""

@@ -34,6 +34,8 @@ _FUSED_ATTENTION = (
     *("_flash_attention", "_efficient_attention", "_cudnn_attention"),
 )
 """How the names of attention's kernels for GPUs begin."""
+_SEED = (-(2**63), 2**63 - 1)
+"""Between these inductor draws a seed for what it has compiled."""
 
 
 class TorchGeneratorStates:
@@ -156,9 +158,13 @@ class GlobalBatchDraws:
         self._row_dims = row_dims
 
     def run(self, call: _RandomCall) -> Any:
-        """What this shard draws. Raises ShardedCallError where a kernel draws inside."""
+        """What this shard draws. Raises ShardedCallError where a kernel or compiled code draws
+        inside."""
         if call.draw.op.startswith(_FUSED_ATTENTION):
             raise ShardedCallError.draws_inside_of_kernel(call.draw.op)
+        numbers = tuple(arg for arg in call.args if isinstance(arg, int))
+        if numbers == _SEED:
+            raise ShardedCallError.draws_in_compiled_code()
         return self._meet(call, self._draw)
 
     def _draw(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:
