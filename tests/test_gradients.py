@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -298,6 +299,7 @@ def from_other_roots():
     model(x).backward(mean)
     y = model(x)
     torch.autograd.backward([y.square().mean(), y], [None, mean * y.detach()])
+    torch.autograd.backward(get_gradient_edge(model(x)), mean)
     return tuple(p.grad for p in model.parameters())
 
 

@@ -91,7 +91,6 @@ def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
     train(log, model, step, lr=1e-3)
 
 
-@sharded
 def transforms_of_functions(log: Log) -> None:
     """torch.func's transforms see the model whole; what calls it without them is sharded."""
     model = mlp()
@@ -195,6 +194,19 @@ def backward_to_some_of_the_parameters(log: Log) -> None:
         loss.backward(inputs=[model[0].weight], retain_graph=True)
         assert model[0].weight.grad is not None
         assert model[0].bias.grad is None
+        return loss
+
+    train(log, model, step)
+
+
+@sharded
+def backward_from_an_edge_of_the_graph(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        edge = get_gradient_edge(loss)
+        torch.autograd.backward(edge, torch.ones_like(loss), retain_graph=True)
         return loss
 
     train(log, model, step)
@@ -1863,6 +1875,11 @@ def twice_in_one_backward_by_buckets(log: Log) -> None:
 )
 def test_it_is_sharded_and_has_the_numbers_of_one_process(training: Training, size: int) -> None:
     same_as_one_process(unedited, training, True, sizes=(size,), dtype=torch.float64, nudge=True)
+
+
+def test_what_calls_a_model_outside_of_torch_funcs_transforms_is_sharded() -> None:
+    training = transforms_of_functions
+    same_as_one_process(unedited, training, None, sizes=(2,), dtype=torch.float64, nudge=True)
 
 
 @pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)

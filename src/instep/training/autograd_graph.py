@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Root = Tensor | GradientEdge
+"""Where a backward begins."""
 
 
 def tag(tensors: Iterable[Tensor], name: str, value: object) -> None:
@@ -17,12 +21,22 @@ def tag(tensors: Iterable[Tensor], name: str, value: object) -> None:
             node.metadata[name] = value
 
 
-def walk(roots: Iterable[Tensor], visit: Callable[[Any], Iterable[Any]]) -> None:
+def roots_of(tensors: Any) -> tuple[Root, ...]:
+    """Where a backward begins, by the first argument of torch.autograd.backward."""
+    return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+
+
+def node_of(root: Root) -> Any:
+    """The node that has computed it; None if none has."""
+    return root.grad_fn if isinstance(root, Tensor) else root.node
+
+
+def walk(roots: Iterable[Root], visit: Callable[[Any], Iterable[Any]]) -> None:
     """Visit the nodes from which these tensors were computed, each once, the last ones first.
 
     `visit(node)` returns the nodes with which to go on: `next_nodes(node)`, or others, or none.
     """
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    stack = [node for root in roots if (node := node_of(root)) is not None]
     seen = set(stack)
     while stack:
         for node in visit(stack.pop()):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from instep.errors import TrainingError
 from instep.process.torch_private import current_graph_task_id, is_transformed
-from instep.training.autograd_graph import next_nodes, tag, walk
+from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.registry import find_candidates
 from instep.training.blocks import Block, tensor_leaves
@@ -96,14 +96,14 @@ class ForwardCall:
 replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""
 _stack: list[ForwardCall] = []
-_roots: tuple[Tensor, ...] = ()
+_roots: tuple[Root, ...] = ()
 """From which the running backward goes."""
 _last: ForwardCall | None = None
 _last_trained: ForwardCall | None = None
 
 
 @contextmanager
-def backward_from(roots: Iterable[Tensor]) -> Iterator[None]:
+def backward_from(roots: Iterable[Root]) -> Iterator[None]:
     """While a backward from these runs, gradient checkpointing may make calls again."""
     global _roots
     before, _roots = _roots, tuple(roots)
@@ -198,7 +198,7 @@ def tag_outputs(outputs: object, call: ForwardCall) -> None:
 
 
 def find_calls(
-    roots: Iterable[Tensor], parameters: Container[Tensor] = ()
+    roots: Iterable[Root], parameters: Container[Tensor] = ()
 ) -> tuple[list[ForwardCall], bool]:
     """The calls from which these tensors were computed, and whether any of `parameters` was used.
 
@@ -224,9 +224,7 @@ def find_calls(
 
 
 @contextmanager
-def map_output_grads(
-    roots: Iterable[Tensor], function: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
+def map_output_grads(roots: Iterable[Root], function: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Inside, a backward from these tensors gives the calls from which they were computed
     `function` of their outputs' gradients."""
     handles = []
@@ -275,7 +273,7 @@ def depends_on_call(node: Any) -> bool:
     return False
 
 
-def find_leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+def find_leaves(roots: Iterable[Root]) -> list[Tensor]:
     """The tensors whose gradients a backward from these computes; through the whole graph."""
     found: list[Tensor] = []
 

@@ -24,6 +24,7 @@ from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
+from instep.training.autograd_graph import Root, roots_of
 from instep.training.batches import progress, registry
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import (
@@ -184,7 +185,7 @@ def backward(
     Raises MixedBatchesError, and TrainingError for create_graph=True.
     """
     rest = (retain_graph, create_graph, grad_variables, inputs)
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    roots = roots_of(tensors)
     nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
@@ -217,7 +218,7 @@ PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 """For all backward passes of this process."""
 
 
-def _check_outer_backward(roots: tuple[Tensor, ...]) -> None:
+def _check_outer_backward(roots: tuple[Root, ...]) -> None:
     if not is_reducing() and reducer_of and find_calls(roots, reducer_of)[1]:
         raise TrainingError(
             "a replicated model was called inside of a reentrant checkpoint, where its gradients "
@@ -238,7 +239,7 @@ def _unequal_block() -> Block | None:
 
 
 def _backward_of_averages(
-    original: Function, roots: tuple[Tensor, ...], grad_tensors: Any, rest: tuple[Any, ...]
+    original: Function, roots: tuple[Root, ...], grad_tensors: Any, rest: tuple[Any, ...]
 ) -> None:
     """Backward of a graph without a replica: gradients that are averaged later get their weight."""
     block = _unequal_block()
@@ -256,7 +257,7 @@ def _backward_of_averages(
 
 def _backward_of_replicas(
     original: Function,
-    roots: tuple[Tensor, ...],
+    roots: tuple[Root, ...],
     weighted: list[Tensor | None],
     rest: tuple[Any, ...],
     call: ForwardCall,
@@ -293,11 +294,11 @@ def _backward_of_replicas(
         registry.end_step()
 
 
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+def _are_finite(roots: Iterable[Root]) -> bool:
+    return all(bool(root.isfinite().all()) for root in roots if isinstance(root, Tensor))
 
 
-def _check_divisors(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+def _check_divisors(roots: tuple[Root, ...], call: ForwardCall) -> None:
     """Warn of a loss that is no mean over rows, as often as the models are compared, and at the
     first batch of which the ranks have different numbers of rows. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
@@ -307,14 +308,14 @@ def _check_divisors(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
         check_divisors(roots, call.block.count, call.block.total, get_transport())
 
 
-def _end_frozen(roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+def _end_frozen(roots: tuple[Root, ...], call: ForwardCall) -> None:
     """Nothing was summed: what is trained through this call, if anything, is in no replica."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
     if check is not None and check.is_frozen_due():
         _note_outside(check, roots, call)
 
 
-def _note_outside(check: DriftCheck, roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+def _note_outside(check: DriftCheck, roots: tuple[Root, ...], call: ForwardCall) -> None:
     """Let the check know what has a gradient by this backward, and is in no replica."""
     block = call.block
     rows = [] if block is None else [replace(block, rank=r).count for r in range(block.size)]
@@ -322,7 +323,7 @@ def _note_outside(check: DriftCheck, roots: tuple[Tensor, ...], call: ForwardCal
     check.rows = {*rows}
 
 
-def _end_checks(state: BackwardState, roots: tuple[Tensor, ...], call: ForwardCall) -> None:
+def _end_checks(state: BackwardState, roots: tuple[Root, ...], call: ForwardCall) -> None:
     """The sums are in `.grad`: compare the models if it is time to. Collective."""
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
@@ -374,11 +375,11 @@ def _weight(call: ForwardCall) -> float:
     return 1.0 / get_transport().size if call.block is None else call.block.fraction
 
 
-def _multiply_grads(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor | None]:
+def _multiply_grads(roots: tuple[Root, ...], grads: Any, weight: float) -> list[Tensor | None]:
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else list(grads)
     result: list[Tensor | None] = []
     for root, grad in zip(roots, given, strict=True):
-        if grad is None and root.numel() == 1:
+        if grad is None and isinstance(root, Tensor) and root.numel() == 1:
             result.append(torch.full_like(root, weight))
         else:
             result.append(None if grad is None else grad * weight)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from instep.distributed.flight_record.script_line import location, script_frame, warn_at_script_line
 from instep.process import settings
+from instep.training.autograd_graph import Root
 from instep.training.blocks import Block
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.optimizers import before_each_step, follow_optimizers
@@ -42,12 +43,12 @@ class FiniteCheck:
     """Looks at the gradients of one backward on this rank.
 
     Args:
-        roots: the tensors on which backward is called.
+        roots: on which backward is called.
         rows: this rank's rows of the batch, if they are known.
         rank: this rank.
     """
 
-    def __init__(self, roots: Iterable[Tensor], rows: Block | None, rank: int) -> None:
+    def __init__(self, roots: Iterable[Root], rows: Block | None, rank: int) -> None:
         mode = str(settings.NAN)
         self._is_off = mode == "off"
         self._waits_for_device = mode == "error"
@@ -91,7 +92,7 @@ class FiniteCheck:
             follow_optimizers()
             before_each_step(_before_step)
 
-    def _is_bad_loss(self, root: Tensor) -> bool:
+    def _is_bad_loss(self, root: Root) -> bool:
         if type(root) is not Tensor or root.numel() != 1 or not self._can_read(root):
             return False
         return not cmath.isfinite(root.item())

@@ -22,6 +22,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
+from instep.training.autograd_graph import Root
 from instep.training.buckets.reducer import reducer_of
 
 Closure = Callable[[], Any]
@@ -31,10 +32,11 @@ Noted = list[tuple[float, float]]
 _noted: Noted | None = None
 
 
-def note_loss(roots: Iterable[Tensor], weight: float) -> None:
+def note_loss(roots: Iterable[Root], weight: float) -> None:
     """Backward is called on these, with this weight."""
     if _noted is not None:
-        _noted.extend((root.item(), weight) for root in roots if root.numel() == 1)
+        tensors = (root for root in roots if isinstance(root, Tensor))
+        _noted.extend((each.item(), weight) for each in tensors if each.numel() == 1)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from instep.distributed.communication.transport import Transport
 from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
-from instep.training.autograd_graph import next_nodes
+from instep.training.autograd_graph import Root, next_nodes, node_of
 from instep.training.blocks import Block
 from instep.training.forward_calls import depends_on_call
 
@@ -42,7 +42,7 @@ def is_first_uneven(replica: object, block: Block) -> bool:
     return True
 
 
-def check_divisors(roots: Iterable[Tensor], rows: int, total: int, transport: Transport) -> None:
+def check_divisors(roots: Iterable[Root], rows: int, total: int, transport: Transport) -> None:
     """Warn, once for each line, of a loss that is no mean over rows.
 
     Args:
@@ -54,7 +54,7 @@ def check_divisors(roots: Iterable[Tensor], rows: int, total: int, transport: Tr
     Collective.
     """
     whole = None if rows == total else float(total)
-    found = [each for root in roots for each in _divisors(root.grad_fn, whole)] if rows else []
+    found = [each for root in roots for each in _divisors(node_of(root), whole)] if rows else []
     ratios = [divisor / rows for divisor in found if divisor is not None]
     mine = [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)]
     are_sums, *bounds = zip(*gather_values(mine, transport), strict=True)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from instep.distributed.communication.tensors import as_bytes
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
+from instep.training.autograd_graph import roots_of
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import current_region
 from instep.verify.recording.fingerprints import hash_generators, to_dense_real
@@ -97,8 +98,8 @@ class BitRecorder:
 
     def _backward(self, original: Function, tensors: Any, *args: Any, **kwargs: Any) -> None:
         if current_graph_task_id() == -1:  # not nested
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            self._of_all.append(("the loss", digest(roots)))
+            losses = [root for root in roots_of(tensors) if isinstance(root, Tensor)]
+            self._of_all.append(("the loss", digest(losses)))
         original(tensors, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

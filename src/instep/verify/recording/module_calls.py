@@ -13,7 +13,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import forward_calls
-from instep.training.autograd_graph import next_nodes, tag, walk
+from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.batches.registry import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
@@ -157,7 +157,7 @@ def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) 
     return 1 if batch.dim() > 1 and alike == [False, True] else 0
 
 
-def find_module_calls(roots: Iterable[Tensor]) -> set[ModuleCall]:
+def find_module_calls(roots: Iterable[Root]) -> set[ModuleCall]:
     """The calls from whose outputs these tensors were computed, without calls below those."""
     found = set()
 

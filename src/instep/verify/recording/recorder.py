@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
+from instep.training.autograd_graph import roots_of
 from instep.unedited import session
 from instep.unedited.sharded_call.counting import call_counts
 from instep.verify.recording import changes
@@ -85,11 +86,12 @@ class Recorder:
         self, original: Function, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         nested = current_graph_task_id() != -1  # reentrant checkpointing
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        roots = roots_of(tensors)
         if not nested and not is_capturing_graph():
             calls = find_module_calls(roots)
             shares = {call.share for call in calls}
-            loss = sum(root.detach().double().sum().item() for root in roots)
+            values = [root.detach() for root in roots if isinstance(root, Tensor)]
+            loss = sum(value.double().sum().item() for value in values)
             self._losses.append((loss, shares.pop() if len(shares) == 1 else None))
             self._used |= calls
         original(tensors, grad_tensors, *args, **kwargs)

@@ -25,6 +25,7 @@ from instep.process.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
+from instep.training.autograd_graph import Root, roots_of
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
@@ -68,7 +69,7 @@ def backward(
     """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
     start_work()
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    roots = roots_of(tensors)
     if current_graph_task_id() != -1:  # nested
         if call_state.compares_gradients and inputs is None:
             raise ShardedCallError("its backward begins another one, as in reversible nets")
@@ -85,7 +86,7 @@ def backward(
 
 
 def _run(
-    original: Callable[[], None], roots: Sequence[Tensor], create_graph: bool, inputs: Any
+    original: Callable[[], None], roots: Sequence[Root], create_graph: bool, inputs: Any
 ) -> None:
     """`original()`, a backward from these roots; the ranks sum the gradients of divided calls."""
     start = start_backward()

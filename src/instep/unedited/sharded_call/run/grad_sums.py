@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id, hooks_of
+from instep.training.autograd_graph import Root, node_of
 from instep.training.blocks import Block
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import finish_buckets
@@ -297,7 +298,7 @@ class BucketedBackward:
 
 @contextmanager
 def reduce_in_buckets(
-    roots: Iterable[Tensor],
+    roots: Iterable[Root],
     calls: Sequence[CallGradients],
     transport: Transport,
     finite_check: FiniteCheck,
@@ -305,7 +306,7 @@ def reduce_in_buckets(
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 
     Args:
-        roots: the tensors on which backward is called.
+        roots: on which backward is called.
         calls: the gradients of each sharded call that this backward reaches.
         transport: of the buckets.
         finite_check: looks at this rank's gradients before they are summed.
@@ -313,7 +314,7 @@ def reduce_in_buckets(
     backward = BucketedBackward(calls, transport, finite_check)
     for call in calls:
         call.backward = backward
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes = [node for root in roots if (node := node_of(root)) is not None]
     handles = [node.register_prehook(backward.begin) for node in nodes]
     try:
         yield

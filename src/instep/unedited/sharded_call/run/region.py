@@ -13,7 +13,7 @@ from torch import Tensor
 from instep.distributed.communication.rank_local import rank_local
 from instep.process.patching import replaced
 from instep.training import forward_calls
-from instep.training.autograd_graph import next_nodes, tag, walk
+from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division, tensors_in
@@ -167,7 +167,7 @@ def has_regions() -> bool:
     return len(_tagged) > 0
 
 
-def find_regions(roots: Iterable[Tensor]) -> list[Region]:
+def find_regions(roots: Iterable[Root]) -> list[Region]:
     """The sharded calls that these tensors were computed from, the last ones first.
 
     Walks the graph outside of the calls: from the roots to tagged outputs, and on from the inputs
@@ -188,7 +188,7 @@ def find_regions(roots: Iterable[Tensor]) -> list[Region]:
     return list(found)
 
 
-def find_whole_leaves(roots: Iterable[Any]) -> list[Tensor]:
+def find_whole_leaves(roots: Iterable[Root]) -> list[Tensor]:
     """The leaves whose gradients every rank computes whole in a backward from these roots."""
     found: list[Tensor] = []
 
@@ -199,7 +199,7 @@ def find_whole_leaves(roots: Iterable[Any]) -> list[Tensor]:
             found.append(node.variable)
         return () if is_alias(node) else next_nodes(node)
 
-    walk((root for root in roots if isinstance(root, Tensor)), visit)
+    walk(roots, visit)
     return found
 
 
