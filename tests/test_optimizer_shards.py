@@ -227,6 +227,35 @@ def test_a_script_may_change_parameters_between_steps() -> None:
     assert_equal(models, optimizers)
 
 
+class Counted(optim.Optimizer):
+    """Momentum as an attribute, which a script may set, and a count of its own steps."""
+
+    updates_by = "element"
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.momentum, self.count = 0.9, 0
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+            parameter.sub_(kept.mul_(self.momentum).add_(parameter.grad), alpha=0.1)
+
+
+@ranks(1, 2, 3)
+def test_attributes_are_those_of_the_scripts_optimizer() -> None:
+    models, optimizers = both(Counted)
+    for k, batch in enumerate(batches(3)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.momentum = 0.9 - 0.3 * k
+            backward(model, optimizer, batch)
+            optimizer.step()
+    assert [each.count for each in optimizers] == [3, 3]
+    assert_equal(models, optimizers)
+
+
 @ranks(2)
 def test_a_closure_and_a_scaler() -> None:
     models, optimizers = both(lambda p: optim.Adam(p, 1e-2, fused=True))

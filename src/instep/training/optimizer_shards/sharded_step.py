@@ -41,8 +41,8 @@ _SHARDS = "_instep_shards"
 _KNOWN_TO_SCHEDULERS = "_wrapped_by_lr_sched"
 """The attribute of a step that sets the optimizer's `_opt_called`, by which a scheduler sees that
 the optimizer has stepped."""
-_OF_SCALER = ("grad_scale", "found_inf")
-"""What a GradScaler gives to a fused optimizer before its step."""
+_OF_EACH = {"state", "param_groups", _SHARDS}
+"""The attributes that the script's optimizer and that of the slices do not have in common."""
 
 
 def shard_optimizer(optimizer: Optimizer) -> None:
@@ -162,15 +162,16 @@ class _ShardedSteps:
         buckets = [bucket for group in self._groups for bucket in group]
         for bucket in buckets:
             bucket.prepare(self.local_state)
-        self._local.param_groups = [
+        local_groups = [
             self._local_group(options, [each for bucket in group for each in bucket.slices])
             for options, group in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-        for name in _OF_SCALER:
-            vars(self._local).pop(name, None)
-            if hasattr(optimizer, name):
-                setattr(self._local, name, getattr(optimizer, name))
+        # The script, a GradScaler or the class's own step may have set any attribute.
+        own = {"state": self.local_state, "param_groups": local_groups}
+        self._local.__dict__ = vars(optimizer) | own
         self._step_of_class(self._local)
+        common = {k: v for k, v in vars(self._local).items() if k not in _OF_EACH}
+        vars(optimizer).update(common)
         for options, local in zip(optimizer.param_groups, self._local.param_groups, strict=True):
             options.update({name: local[name] for name in local if name not in _OF_LOCAL_STEP})
         with recorder.with_detail("step of a divided optimizer"):
