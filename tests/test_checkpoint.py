@@ -1,9 +1,11 @@
 """A training that was interrupted goes on as if it had not been."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -445,6 +447,28 @@ def hold(folder):
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path):
     assert "another job writes its checkpoints" in run(1, hold, str(tmp_path))[0]
+
+
+def let_go(folder):
+    may_write, write = threading.Event(), storage.write_encoded
+
+    def write_later(*args):
+        assert may_write.wait(20)
+        return write(*args)
+
+    with patch.object(storage, "write_encoded", write_later):
+        instep.Checkpoint(folder, model=nn.Linear(1, 1)).save()
+        gc.collect()
+        with pytest.raises(FolderInUseError):
+            FolderLock(Path(folder), patience=0)
+        may_write.set()
+        second = instep.Checkpoint(folder, model=nn.Linear(1, 1))  # waits for the first one's write
+    assert second.resume()
+    second.close()
+
+
+def test_a_checkpoint_that_the_script_has_let_go_of_is_written_first(tmp_path):
+    run(1, let_go, str(tmp_path))
 
 
 def test_the_lock_of_a_dead_job_is_taken_over(tmp_path):

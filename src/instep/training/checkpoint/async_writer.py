@@ -8,6 +8,7 @@ from pathlib import Path
 from instep.process import print_line
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
+from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.state_shards import ShardedWrite
 
@@ -21,6 +22,9 @@ class AsyncWriter:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._last: storage.EncodedState | None = None
+        self.lock: FolderLock | None = None
+        """Of the folder. A write that goes on after the script has let go of its checkpoint has
+        it: another job would remove what is being written."""
 
     def start(
         self, step: int, state: storage.EncodedState, shards: ShardedWrite | None = None

@@ -119,7 +119,6 @@ class Checkpoint:
         """Whether `step` was called in this epoch."""
         self._has_resumed = False
         self._writer = AsyncWriter(self.folder, keep)
-        self._lock: FolderLock | None = None
         self._flag: SignalFlag | None = None
         with single_process_scope() as here:
             if here:
@@ -256,15 +255,15 @@ class Checkpoint:
         self._writer.wait()
         if self._flag is not None:
             self._flag.remove()
-        if self._lock is not None:
-            self._lock.release()
+        if self._writer.lock is not None:
+            self._writer.lock.release()
 
     # ------------------------------------------------------------------------------- the parts
 
     def _open_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.folder)
+            self._writer.lock = FolderLock(self.folder)
             storage.remove_drafts(self.folder)
         except OSError as error:
             raise CheckpointError.of_folder(self.folder, error) from error
