@@ -246,8 +246,10 @@ def map_output_grads(roots: Iterable[Root], function: Callable[[Tensor], Tensor]
             handle.remove()
 
 
-_EXCHANGES = "_AllGatherBackward", "_ExchangeBackward"
-"""The nodes of `all_gather`."""
+_OF_ALL_RANKS = tuple(
+    f"_{each}Backward" for each in ("AllGather", "Exchange", "AllReduce", "MinMax")
+)
+"""The nodes of `all_gather` and `all_reduce`."""
 
 
 def note_shape(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
@@ -258,14 +260,14 @@ def note_shape(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> No
 
 
 def depends_on_call(node: Any) -> bool:
-    """Whether a call's output leads to this node of a graph, other than by the rows of all ranks
-    that `all_gather` gives."""
+    """Whether a call's output leads to this node of a graph, other than by what `all_gather` and
+    `all_reduce` give, which is of all ranks' rows."""
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
         if _TAG in node.metadata:
             return True
-        if node.name() in _EXCHANGES:
+        if node.name() in _OF_ALL_RANKS:
             continue
         following = {each for each in next_nodes(node) if each is not None} - seen
         seen |= following
