@@ -235,3 +235,18 @@ def test_a_reduction_of_what_a_placeholder_gave_is_told_of():
     assert len(instep.all_gather(x)) == instep.world_size
     for (x,) in instep.shard(DataLoader(TensorDataset(torch.arange(4.0)), 2)):
         assert instep.all_reduce(torch.tensor(len(x))) == 2
+
+
+@ranks(2)
+def test_so_is_one_by_torch_distributed_itself():
+    loader = instep.shard(DataLoader(TensorDataset(torch.arange(5.0)), 2))
+    samples = torch.tensor(sum(len(x) for (x,) in loader))
+    with pytest.warns(InstepWarning, match=r"test_metrics.py:\d+ takes .*INS709"):
+        torch.distributed.all_reduce(samples)
+    parts = [torch.empty_like(samples) for _ in range(2)]
+    with pytest.warns(InstepWarning, match="INS709"):  # torchmetrics gathers
+        torch.distributed.all_gather(parts, samples)
+    with torch.no_grad():
+        samples = torch.tensor(sum(len(x) for (x,) in loader))
+    torch.distributed.all_reduce(samples)
+    assert samples == 5

@@ -476,6 +476,18 @@ def test_so_is_one_that_gets_other_tensors_than_the_loaders(is_view):
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["batch statistics", "dropout masks"])
+def test_so_is_a_teacher_in_training_mode_that_sees_another_view_of_the_rows(kind):
+    replicas._copies.clear()
+    layer = nn.BatchNorm1d(3) if kind == "batch statistics" else nn.Dropout(0.5)
+    teacher = copy.deepcopy(instep.replicate(nn.Sequential(nn.Linear(3, 3), layer)))
+    for (x,) in instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 6)):
+        told = pytest.warns(InstepWarning, match=rf"its {kind} stay this rank's own.* \[INS708\]")
+        with torch.no_grad(), told:
+            teacher(x + 1.0)
+
+
+@ranks(2)
 def test_a_copy_inside_of_a_replica_is_none():
     averaged = instep.replicate(
         torch.optim.swa_utils.AveragedModel(instep.replicate(nn.BatchNorm1d(3)))

@@ -134,10 +134,11 @@ since each rank has one device. Leave it out.""",
         "A copy of a replicated model is trained, and is no replica.",
         """\
 `copy.deepcopy(model)`, or a pickled model that is loaded again, is an ordinary module: its
-gradients and, in training mode, its batch statistics are those of this rank's rows, and the copies
-of the ranks become different. A copy in evaluation mode (a moving average, a teacher) is no cause
-for the warning, unless it has batch normalisation without running statistics
-(`track_running_stats=False`), which takes those of the batch then, too.
+gradients and, in training mode, its batch statistics and dropout masks are those of this rank's
+rows, and the copies of the ranks become different. A copy in evaluation mode (a moving average, a
+teacher) is no cause for the warning, unless it has batch normalisation without running statistics
+(`track_running_stats=False`), which takes those of the batch then, too. A teacher in training mode
+is a cause, also under `torch.no_grad()`.
 
 To train such a copy, to call it, or to call `update_bn` for it, replicate it, too:
 
@@ -153,7 +154,8 @@ copy = instep.replicate(copy.deepcopy(model))
         """\
 A batch has fewer rows than there are ranks. A rank without rows runs one sample of that batch in
 training, so that all ranks come to the same collectives; gradients, batch statistics and instep's
-metrics leave it out. What the script itself computes from it does not: `len(x)` is 1 there, too.
+metrics leave it out. What the script or torchmetrics computes from it does not: `len(x)` is 1
+there, too. In an evaluation, under `torch.no_grad()`, there are no such samples.
 Where the line is about something else, such as a time, the warning means nothing.
 
 Add up by what leaves it out, or let every batch have a row for each rank (`drop_last=True`):

@@ -160,6 +160,8 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 """The base of all batch normalisations."""
 InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 """Likewise."""
+Dropout = torch.nn.modules.dropout._DropoutNd
+"""The base of all modules that drop units, with the probability `p`."""
 
 # --------------------------------------------------------------------------------- devices
 

@@ -28,7 +28,7 @@ from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import TrainingError
 from instep.process.patching import Patch, PatchHandle
-from instep.process.torch_private import BatchNorm, disable_compile
+from instep.process.torch_private import BatchNorm, Dropout, disable_compile
 from instep.training import batch_statistics, forward_calls, gradients
 from instep.training.batch_statistics import statistics_of
 from instep.training.batches import progress
@@ -260,6 +260,8 @@ def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         of_rank = "gradients"
     elif any(map(_uses_statistics_of_batch, module.modules())):
         of_rank = "batch statistics"
+    elif any(isinstance(part, Dropout) and part.p for part in module.modules()):
+        of_rank = "dropout masks"
     else:
         return
     _copies.add(type(module))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d  # has torch's own functions, not patches
 
 from instep.distributed import shm
 from instep.distributed.communication.groups import Group
@@ -157,7 +158,7 @@ class ProcessGroupTransport:
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._count()
         number = self._enter("all_reduce", tensor, None, _OPS[op].name)
-        work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
+        work = c10d.all_reduce(tensor, _OPS[op], self._group, async_op=True)
         return TrackedWork(work, "all_reduce", self._group, number)
 
     def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Pending:
@@ -174,7 +175,7 @@ class ProcessGroupTransport:
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         self._count()
         number = self._enter("reduce", tensor, root, _OPS[op].name)
-        work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
+        work = c10d.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
         return TrackedWork(work, "reduce", self._group, number)
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
@@ -187,7 +188,7 @@ class ProcessGroupTransport:
         self._count()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         with leaving(self._enter("all_gather", tensor)):
-            dist.all_gather(parts, tensor, self._group)
+            c10d.all_gather(parts, tensor, self._group)
         return parts
 
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -224,7 +225,7 @@ class ProcessGroupTransport:
                 dist.barrier(self._group)
             else:
                 zero = torch.zeros((), device=self.control_device)
-                dist.all_reduce(zero, group=self._group)
+                c10d.all_reduce(zero, group=self._group)
                 zero.item()  # wait for the device, too, on which the reduction is only queued
 
     def send(self, tensor: Tensor, to: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -16,6 +19,7 @@ from instep.distributed.communication.exchanges import before_collectives, befor
 from instep.distributed.communication.scopes import scope_number
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning, TrainingError
+from instep.process.patching import PatchHandle, patches
 from instep.process.torch_private import is_transformed, unwrap_transformed
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
@@ -56,6 +60,7 @@ def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> No
     index = _request(tracker, block)
     if block.total < block.size and not tracker.is_skipped_by_some:
         tracker.has_placeholders = True
+        _follow_torch_distributed()
     for leaf in tensor_leaves(batch):
         _block_of[leaf] = block
         covered = _bytes_of(leaf)
@@ -137,6 +142,20 @@ def _look_for_placeholders(reduces: bool) -> None:
 before_values.append(_look_for_placeholders)
 
 
+def _look_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _look_for_placeholders(True)
+    return original(*args, **kwargs)
+
+
+@functools.cache
+def _follow_torch_distributed() -> None:
+    """Look for placeholders before the script's calls of torch.distributed, too, as those of
+    torchmetrics are; from now on."""
+    names = "all_reduce reduce all_gather all_gather_into_tensor gather all_gather_object"
+    reason = "what was computed from a placeholder counts there"
+    PatchHandle(patches(reason, (dist, names, _look_and_call), compile="skip"))
+
+
 def end_step() -> None:
     """A backward has ended."""
     _manual.end_step()
@@ -199,7 +218,8 @@ def may_be_share(values: object) -> bool:
     tensors = tensor_leaves(values)
     blocks = [find_block(tensor) for tensor in tensors]
     if scope_number() is None:
-        in_use = [each for each in _trackers if each.has_mode_of_now and not each.is_stale]
+        in_use = [each for each in _trackers if not each.is_stale]
+        in_use = [each for each in in_use if each.has_mode_of_now] or in_use
         lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         blocks += [b for each in in_use for b in each.candidates() if b.count in lengths]
     return any(block is not None and block.size > 1 for block in blocks)
