@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import instep
 from instep.errors import (
@@ -240,6 +240,31 @@ def test_an_epoch_that_the_script_leaves_early_has_ended(tmp_path):
     begin = run(1, leave_epochs_early, str(tmp_path / "parts"), 2)[0]
     rest = run(1, leave_epochs_early, str(tmp_path / "parts"), 4)[0]
     assert begin + rest == whole
+
+
+def order_of_a_generator(folder, is_sharded, every, stop_at=None):
+    sampler = RandomSampler(in_memory(), generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(in_memory(), BATCH, sampler=sampler)
+    loader = instep.shard(loader) if is_sharded else loader
+    checkpoint = instep.Checkpoint(folder, loader=loader, every=every)
+    seen = []
+    for _ in checkpoint.epochs(3):
+        for _, index in loader:
+            seen.append(index.tolist())
+            checkpoint.step()
+            if checkpoint.steps == stop_at:
+                checkpoint.close()
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, None], ids=["in mid-epoch", "after an epoch"])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_samplers_own_generator_goes_on(tmp_path, is_sharded, every):
+    whole = run(1, order_of_a_generator, str(tmp_path / "whole"), is_sharded, every)[0]
+    run(1, order_of_a_generator, str(tmp_path / "parts"), is_sharded, every, STEPS + 2)
+    rest = run(1, order_of_a_generator, str(tmp_path / "parts"), is_sharded, every)[0]
+    assert rest == whole[STEPS + 2 if every else STEPS :]
 
 
 # ---------------------------------------------------------------------------- other objects

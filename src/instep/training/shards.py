@@ -24,7 +24,7 @@ from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.collating import BlockCollate
-from instep.training.loaders.generators import broadcast_states
+from instep.training.loaders.generators import broadcast_states, get_states, set_states
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.same_data import check_same_data
 from instep.training.loaders.sliced import SlicedLoader
@@ -148,6 +148,7 @@ class ShardedLoader(DataLoader[T]):
         """`empty_block` makes this rank's block of a batch without samples."""
         broadcast_states(whole, self)
         assert whole.batch_sampler is not None
+        self._whole = whole
         self._seed = broadcast_seed()
         self._seeded = not is_deterministic(whole.dataset)
         self._position = LoaderPosition()
@@ -219,16 +220,16 @@ class ShardedLoader(DataLoader[T]):
             return LoaderPosition(self._position.epoch), None
         if self._resumes:
             self._resumes = False
-            if self.generator is not None and self._position.generator_state is not None:
-                self.generator.set_state(self._position.generator_state)
+            set_states(self._whole, self._position.generator_states)
             return self._position, RNGStates.capture()
-        state = None if self.generator is None else self.generator.get_state()
-        self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False, state)
+        states = get_states(self._whole)
+        self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False, states)
         return self._position, None
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop in the data, at any number of ranks."""
-        return {"seed": self._seed, **self._position.state_dict(self.total_len, self.generator)}
+        position = self._position.state_dict(self.total_len, get_states(self._whole))
+        return {"seed": self._seed, **position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on at a position. Raises OtherDataError."""
@@ -236,8 +237,8 @@ class ShardedLoader(DataLoader[T]):
         self._resumes = not self._position.has_ended
         self._seed = self._blocks.seed = state["seed"]
         self._iterator = None  # persistent workers have the seed of before
-        if not self._resumes and self.generator is not None and state["generator"] is not None:
-            self.generator.set_state(state["generator"])
+        if not self._resumes:
+            set_states(self._whole, state["generators"])
 
     def end_epoch(self) -> None:
         """Let the next iteration begin a new epoch, wherever the last one was left."""

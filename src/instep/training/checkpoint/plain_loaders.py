@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training.errors import OtherDataError
-from instep.training.loaders.generators import get_states, set_states
+from instep.training.loaders.generators import generators_of, get_states, set_states
 from instep.training.random_streams import RNGStates
 
 _positions: WeakKeyDictionary[DataLoader[Any], PlainLoaderPosition] = WeakKeyDictionary()
@@ -42,6 +42,7 @@ class PlainLoaderPosition:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._described = _describe(loader)
+        self._generators = generators_of(loader)
         self._batches = 0
         self._has_ended = True
         self._resumes = False
@@ -85,7 +86,13 @@ class PlainLoaderPosition:
         """The position as values for a checkpoint."""
         begin = None if self._has_ended else self._begin
         batches = 0 if self._has_ended else self._batches
-        return {"batches": batches, "begin": begin, "loader": self._described}
+        states = [each.get_state() for each in self._generators] if self._has_ended else []
+        return {
+            "batches": batches,
+            "begin": begin,
+            "loader": self._described,
+            "generators": states,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on at a position. Raises OtherDataError."""
@@ -94,6 +101,9 @@ class PlainLoaderPosition:
         self._has_ended = not self._resumes
         if self._resumes and state["loader"] != self._described:
             raise OtherDataError.of_loader(self._batches, state["loader"], self._described)
+        if self._has_ended:
+            for generator, saved in zip(self._generators, state["generators"], strict=True):
+                generator.set_state(saved)
 
 
 class StatefulLoader:

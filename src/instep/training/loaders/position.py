@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from instep.training.batches import progress
@@ -22,8 +21,8 @@ class LoaderPosition:
     """Of the whole batches: those of all ranks."""
     has_ended: bool = True
     """Whether the loop has come to the end of the epoch, or none has begun."""
-    generator_state: Tensor | None = None
-    """Of the loader's own generator, before the epoch."""
+    generator_states: list[Tensor] = field(default_factory=list)
+    """Of the loader's own generators, before the epoch."""
 
     def count(self, samples: int) -> None:
         """The loop has taken a batch."""
@@ -31,16 +30,16 @@ class LoaderPosition:
         self.batches += 1
         self.samples += samples
 
-    def state_dict(self, length: int | None, generator: torch.Generator | None) -> dict[str, Any]:
-        """As values for a checkpoint; `length`: how many samples the data set has."""
-        state = None if generator is None else generator.get_state()
+    def state_dict(self, length: int | None, generator_states: list[Tensor]) -> dict[str, Any]:
+        """As values for a checkpoint; `length`: how many samples the data set has;
+        `generator_states`: of the loader's own generators, now."""
         return {
             "epoch": self.epoch,
             "batches": 0 if self.has_ended else self.batches,
             "samples": 0 if self.has_ended else self.samples,
             "has_ended": self.has_ended,
             "length": length,
-            "generator": state if self.has_ended else self.generator_state,
+            "generators": generator_states if self.has_ended else self.generator_states,
         }
 
     @classmethod
@@ -53,5 +52,5 @@ class LoaderPosition:
             state["batches"],
             state["samples"],
             state["has_ended"],
-            state["generator"],
+            state["generators"],
         )

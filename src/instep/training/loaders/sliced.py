@@ -114,7 +114,7 @@ class SlicedLoader(Generic[T]):
         goes_on = loader is not None or self._position.has_ended
         return {
             "seed": self._seed,
-            **self._position.state_dict(None, None),
+            **self._position.state_dict(None, []),
             "loader": loader,
             "generators": get_states(self._whole) if goes_on else self._begin,
             "stream": dict(vars(self._stream.states)) if loader and self._stream else None,
