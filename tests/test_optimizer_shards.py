@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from instep.errors import TrainingError
 from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.optimizer_shards import sharded_step
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
+from instep.verify.recording import changes
 from pool import ranks, run, talking_over
 
 OPTIMIZERS = {
@@ -509,3 +511,24 @@ def test_a_copy_of_a_divided_optimizer_says_where_its_state_is(copied):
     assert isinstance(optimizer, optim.Adam)
     with pytest.raises(CannotShardError, match=r"optimizer\.state_dict\(\), on all ranks, has"):
         copied(optimizer)
+
+
+def verify_loads(folder):
+    model = instep.replicate(network())
+    names = dict(model.named_parameters())
+    plain, divided = (optim.Adam(model.parameters(), foreach=False) for _ in range(2))
+    instep.shard(divided)
+    backward(model, plain, batches()[0])
+    plain.step()
+    saved = changes.copy_state(plain, names, {})
+    if instep.rank == 0:
+        torch.save(saved, f"{folder}/state1.pt")
+    instep.barrier()
+    changes.load_state(Path(folder), 1, divided, names, {})
+    expected, loaded = (each.state_dict()["state"] for each in (plain, divided))
+    for k, state in expected.items():
+        assert all(torch.equal(value, loaded[k][name]) for name, value in state.items())
+
+
+def test_verify_gives_it_the_state_of_one_process(tmp_path) -> None:
+    run(2, verify_loads, str(tmp_path))

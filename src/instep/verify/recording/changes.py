@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import DataLoaderIterator, tree_map
 from instep.training import replicas, shards
+from instep.training.optimizer_shards.sharded_step import DividedState
 from instep.training.random_streams import SeededIndex
 from instep.verify.recording.records import read_tensors
 
@@ -43,17 +44,34 @@ def load_state(
     parameters: dict[str, Tensor],
     buffers: dict[str, Tensor],
 ) -> None:
-    """Load the state before `step` from the run in `folder`, as far as the names agree."""
+    """Load the state before `step` from the run in `folder`, as far as the names agree.
+
+    Collective for a divided optimizer.
+    """
     saved = read_tensors(folder, f"state{step}")
     with torch.no_grad():
         for kind, tensors in (("parameters", parameters), ("buffers", buffers)):
             for name, tensor in tensors.items():
                 if name in saved.get(kind, {}):
                     tensor.copy_(saved[kind][name])
-    for name, state in saved.get("optimizer", {}).items():
-        if name in parameters:
-            p = parameters[name]
-            optimizer.state[p] = _on_devices_of(optimizer.state.get(p, {}), state, p.device)
+    states = {
+        parameters[name]: state
+        for name, state in saved.get("optimizer", {}).items()
+        if name in parameters
+    }
+    if isinstance(optimizer.state, DividedState):
+        _load_divided(optimizer, states)
+        return
+    for p, state in states.items():
+        optimizer.state[p] = _on_devices_of(optimizer.state.get(p, {}), state, p.device)
+
+
+def _load_divided(optimizer: Optimizer, states: dict[Tensor, Any]) -> None:
+    """Give a divided optimizer the states of whole parameters."""
+    whole = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    whole["state"] |= {k: states[p] for k, p in enumerate(parameters) if p in states}
+    optimizer.load_state_dict(whole)
 
 
 def _on_devices_of(current: dict[str, Any], state: dict[str, Any], device: torch.device) -> Any:
