@@ -490,11 +490,11 @@ def test_a_divided_optimizer_is_freed_with_its_last_reference():
         backward(model, optimizer, batch)
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    freed = weakref.ref(optimizer)
+    freed = [weakref.ref(each) for each in (optimizer, getattr(optimizer, sharded_step._SHARDS))]
     gc.disable()
     try:
         del optimizer
-        assert freed() is None
+        assert [each() for each in freed] == [None, None]
     finally:
         gc.enable()
 

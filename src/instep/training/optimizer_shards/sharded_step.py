@@ -168,10 +168,9 @@ class _ShardedSteps:
         ]
         # The script, a GradScaler or the class's own step may have set any attribute.
         own = {"state": self.local_state, "param_groups": local_groups}
-        self._local.__dict__ = vars(optimizer) | own
+        self._local.__dict__ = _common_attributes(optimizer) | own
         self._step_of_class(self._local)
-        common = {k: v for k, v in vars(self._local).items() if k not in _OF_EACH}
-        vars(optimizer).update(common)
+        vars(optimizer).update(_common_attributes(self._local))
         for options, local in zip(optimizer.param_groups, self._local.param_groups, strict=True):
             options.update({name: local[name] for name in local if name not in _OF_LOCAL_STEP})
         with recorder.with_detail("step of a divided optimizer"):
@@ -281,6 +280,10 @@ def _method(name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
+
+
+def _common_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _OF_EACH}
 
 
 def _is_cpu_float(tensor: Tensor) -> bool:
