@@ -6,17 +6,13 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test day quick nightly gpu mutants suites bench unedited compat docs dist lint style types clean
+.PHONY: demo test quick nightly gpu mutants suites bench unedited compat docs dist lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# mypy, which takes long, runs beside the tests.
-test: .venv/ready style
+test: .venv/ready lint
 	scripts/components
-	$(MAKE) --no-print-directory -j 2 types day
-
-day: .venv/ready
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
@@ -64,15 +60,11 @@ dist: .venv/ready
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-lint: style types
-
-style: .venv/ready
+lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/lint-imports --no-cache
-
-types: .venv/ready
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 .venv/ready: pyproject.toml constraints.txt scripts/venv
 	scripts/venv "$(PYTHON)"
