@@ -487,7 +487,7 @@ TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
         (["-n", "2", "nowhere.py"], "nowhere.py: there is no such file"),
         (["-n", "2", "."], ".: it is a directory"),
         (["-n", "2", "--bogus", "train.py"], "--bogus"),
-        (["-n", "2", "--output", "train.py", "train.py"], "train.py: File exists"),
+        (["-n", "2", "--output", "note.ipynb", "train.py"], "note.ipynb: File exists"),
         (["-n", "2", "--output", "/proc/nowhere", "train.py"], "/proc/nowhere"),
         (["-n", "2", "--output", "/proc", "train.py"], "/proc"),
         (["-n", "2", "--nnodes", "2", "train.py"], "--node-rank is missing"),

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from types import FrameType
 from typing import Any
 
@@ -96,10 +97,15 @@ def main_thread_wait() -> dict[str, object] | None:
             script = script_frame(frame)
             inner = [f.f_code for f in frames[: frames.index(script)]]
             names = (code.co_name for code in reversed(inner) if code.co_filename not in _WRAPPERS)
-            call = next(names, found["op"])
+            call = next(filterfalse(_is_replacement, names), found["op"])
             members = {"members": rank_ranges(found["members"])}
             return {"call": call, "line": location(script)} | found | members
     return None
+
+
+def _is_replacement(name: str) -> bool:
+    """Whether a script does not call it by this name: a replacement of what it calls."""
+    return name.startswith("_") and not name.startswith("__")
 
 
 def main_thread_root() -> int | None:
