@@ -177,6 +177,8 @@ def test_what_scripts_do_around_a_step() -> None:
                 model[0].requires_grad_(True)
             if k == 5:
                 optimizer.add_param_group({"params": [model[4].bias, *model[1].parameters()]})
+            if k == 6:
+                optimizer.load_state_dict(optimizer.state_dict())
             if k % 2 == 0:
                 optimizer.zero_grad(set_to_none=k % 4 == 0)
             x, y = instep.shard(batch)

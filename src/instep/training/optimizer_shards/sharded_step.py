@@ -41,6 +41,8 @@ _SHARDS = "_instep_shards"
 _KNOWN_TO_SCHEDULERS = "_wrapped_by_lr_sched"
 """The attribute of a step that sets the optimizer's `_opt_called`, by which a scheduler sees that
 the optimizer has stepped."""
+_CALLS_HOOKS = "hooked"
+"""Likewise of a step that calls the optimizer's hooks: else load_state_dict wraps it once more."""
 _OF_EACH = {"state", "param_groups", _SHARDS}
 """The attributes that the script's optimizer and that of the slices do not have in common."""
 
@@ -264,7 +266,8 @@ def _divided_class(kind: Any) -> Any:
     an optimizer would keep it until the next garbage collection."""
     methods: dict[str, Any] = {name: _method(name) for name in _METHODS}
     methods["step"] = Optimizer.profile_hook_step(methods["step"])
-    setattr(methods["step"], _KNOWN_TO_SCHEDULERS, True)
+    for mark in (_KNOWN_TO_SCHEDULERS, _CALLS_HOOKS):
+        setattr(methods["step"], mark, True)
     names = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
 
     def reduce(self: Optimizer, _protocol: int) -> tuple[Any, ...]:
