@@ -11,10 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# Jobs of several processes wait for each other: with three at once, two cores are busy.
 test: .venv/ready lint
 	scripts/components
-	$(BIN)/python -m pytest $(AT_ONCE) -n 3 -m "not nightly"
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
 	DRAWN_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
