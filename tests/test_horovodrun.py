@@ -63,6 +63,7 @@ def assert_collectives_in(timeline: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_any_command_may_be_the_program_of_each_rank(launch: Launch) -> None:
     """A shell starts Python twice on each rank, and both find Horovod's names and the job."""
     script = launch.script(

@@ -687,7 +687,7 @@ def on_all_ranks(value):
     return all(same(value, other) for other in instep.all_gather_object(value))
 
 
-@ranks(3)
+@ranks(2)
 def test_what_workers_draw_with_a_seed_of_the_process_is_rank_0s_on_all_ranks():
     fresh()
     printed = io.StringIO()
@@ -717,9 +717,9 @@ def test_an_error_of_rank_0s_worker_is_one_on_all_ranks():
 @ranks(2)
 def test_streams_that_are_the_same_on_all_ranks_are_loaded_by_each():
     fresh()
-    expected = list(DataLoader(Lines(), 3, num_workers=2))
+    expected = list(DataLoader(Lines(), 3, num_workers=1))
     fresh()
-    loop = batches(DataLoader(Lines(), 3, num_workers=2))
+    loop = batches(DataLoader(Lines(), 3, num_workers=1))
     assert same(list(loop), expected)
     assert not loop.needs_all_ranks()
 

@@ -505,7 +505,11 @@ def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool],
         pytest.param("2", "0.5", "keeps graphs", None, id="keeps graphs", marks=NIGHTLY),
         pytest.param("2", "1.1", "ends", None, id="ends meanwhile"),
         pytest.param("2", "1.1", "ends at once", None, id="ends at once"),
-        pytest.param("2", "1.1", "runs a command", "since it has made", id="runs a command"),
+        pytest.param(
+            *("2", "1.1", "runs a command", "since it has made"),
+            id="runs a command",
+            marks=NIGHTLY,
+        ),
         pytest.param("3", "1.1", "is interrupted", "since it has made", id="is interrupted"),
     ],
 )

@@ -112,6 +112,7 @@ print(f"{loss.item():.3f}")
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_rank_that_may_not_trace_the_others_any_more_gets_large_outputs(tmp_path) -> None:
     """Ranks of an unedited script other than 0 restrict themselves at the first sharded call."""
     (tmp_path / "train.py").write_text(WIDE)

@@ -1863,7 +1863,8 @@ def twice_in_one_backward_by_buckets(log: Log) -> None:
 @pytest.mark.parametrize(
     ("training", "size"),
     [
-        *((training, 2) for training in SHARDED),
+        *((training, 2) for training in SHARDED if training != compiled),
+        pytest.param(compiled, 2, marks=pytest.mark.nightly),  # test_compiled_scripts by day
         (classifier, 3),
         *(
             pytest.param(each, 3, marks=pytest.mark.nightly)
