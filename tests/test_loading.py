@@ -687,6 +687,7 @@ def on_all_ranks(value):
     return all(same(value, other) for other in instep.all_gather_object(value))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_what_workers_draw_with_a_seed_of_the_process_is_rank_0s_on_all_ranks():
     fresh()
@@ -714,6 +715,7 @@ def test_an_error_of_rank_0s_worker_is_one_on_all_ranks():
         next(loop)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_streams_that_are_the_same_on_all_ranks_are_loaded_by_each():
     fresh()

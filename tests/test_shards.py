@@ -469,6 +469,7 @@ def broken(samples):
     return samples[0][7]
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("collate", [none_left, stacked, transposed])
 @pytest.mark.parametrize("workers", [0, 1])
@@ -481,6 +482,7 @@ def test_a_collate_fn_that_leaves_none_of_a_ranks_samples_is_named(collate, work
         assert next(iter(instep.shard(data))).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_other_errors_of_a_collate_fn_are_raised_as_they_are():
     with pytest.raises(IndexError):
