@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import builtins
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from inspect import signature
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -194,104 +192,6 @@ def posix_open(original: Function, *args: Any, **kwargs: Any) -> Any:
     if sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap_external":
         return original(*args, **kwargs)
     return os_open(original, *args, **kwargs)
-
-
-def socket_bind(original: Function, self: Any, address: Any) -> Any:
-    """For bind: a Unix socket in a file of this rank, a server at a port of this rank."""
-    if not _is_unix_path(self, address):
-        return _bind_port(original, self, address)
-
-    def bind(path: Any) -> Any:
-        result = original(self, path)
-        _bound[os.fsdecode(path)] = os.fsdecode(address)
-        return result
-
-    return _call_with_short_path(files_for(address).new_location(address), bind)
-
-
-_bound: dict[str, str] = {}
-"""The addresses that the script has bound, by those that the kernel has got."""
-
-
-def socket_name(original: Function, self: Any) -> Any:
-    """For getsockname and getpeername."""
-    name = original(self)
-    return _bound.get(name, name) if isinstance(name, str) else name
-
-
-def socket_connect(original: Function, self: Any, address: Any) -> Any:
-    """For connect and connect_ex: what this rank has bound, where it has bound it."""
-    if not _is_unix_path(self, address):
-        return original(self, _address_here(self, address))
-    return _call_with_short_path(path_to_read(address), lambda path: original(self, path))
-
-
-def _bind_port(original: Function, self: Any, address: Any) -> Any:
-    """Bind a port that the script names: on rank 0 that one, on the others any that is free.
-
-    All ranks of a host would ask for the same one, and only the first would get it.
-    """
-    if not (_has_port(self, address) and address[1] and current_files().layers):
-        return original(self, address)
-    host, port, *rest = address
-    known = _port_here(port)
-    result = original(self, (host, 0 if known == port else known, *rest))
-    if known == port:
-        with bypass_overlay():
-            os.symlink(str(self.getsockname()[1]), _port_link(port))
-    return result
-
-
-_LOCAL_HOSTS = {"", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::", socket.gethostname()}
-
-
-def _address_here(self: Any, address: Any) -> Any:
-    """Where the processes of this rank find what the script expects at an address."""
-    local = _has_port(self, address) and address[0] in _LOCAL_HOSTS and current_files().layers
-    if not local:
-        return address
-    host, port, *rest = address
-    return (host, _port_here(port), *rest)
-
-
-def _port_here(port: int) -> int:
-    """The port that a process of this rank has got in place of `port`; else `port` itself."""
-    try:
-        with bypass_overlay():
-            return int(os.readlink(_port_link(port)))
-    except OSError:
-        return port
-
-
-def _port_link(port: int) -> Path:
-    """A link in the rank's directory, which its processes share, to the number of its own port."""
-    return Path(current_files().layers[0].directory).parents[1] / f"port-{port}"
-
-
-def _has_port(self: Any, address: Any) -> bool:
-    is_internet = self.family in (socket.AF_INET, socket.AF_INET6)
-    return is_internet and isinstance(address, tuple) and len(address) > 1
-
-
-def _is_unix_path(self: Any, address: Any) -> bool:
-    is_path = self.family == socket.AF_UNIX and _is_path(address)
-    return is_path and os.fsencode(address)[:1] != b"\0"
-
-
-def _call_with_short_path(location: Any, function: Function) -> Any:
-    """Shorten the location of a socket, whose path may have 107 bytes only."""
-    directory, name = os.path.split(os.fsdecode(location))
-    if len(os.fsencode(location)) < _SOCKET_PATH:
-        return function(location)
-    with bypass_overlay():
-        fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
-    try:
-        return function(f"/proc/self/fd/{fd}/{name}")
-    finally:
-        os.close(fd)
-
-
-_SOCKET_PATH = 107
 
 
 def torch_from_file(

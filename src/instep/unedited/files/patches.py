@@ -10,7 +10,7 @@ import socket
 import tempfile
 
 from instep.process.patching import Patch, patches
-from instep.unedited.files import directories, libraries, os_functions
+from instep.unedited.files import directories, libraries, os_functions, sockets
 from instep.unedited.files.libraries import reads_path, writes_path
 
 _CHANGES = "rank 0 changes the real files, every other rank its own layer"
@@ -27,8 +27,8 @@ FILE_PATCHES: tuple[Patch, ...] = (
         (os, "chdir", os_functions.chdir),
         (os, "getcwd", os_functions.getcwd),
         (os, "getcwdb", os_functions.getcwdb),
-        (socket.socket, "connect connect_ex", libraries.socket_connect),
-        (socket.socket, "getsockname getpeername", libraries.socket_name),
+        (socket.socket, "connect connect_ex", sockets.socket_connect),
+        (socket.socket, "getsockname getpeername", sockets.socket_name),
     ),
     *patches(
         _CHANGES,
@@ -49,7 +49,7 @@ FILE_PATCHES: tuple[Patch, ...] = (
         (os, "rmdir", os_functions.rmdir),
         (os, "rename replace", os_functions.rename),
         (os, "chmod chown lchown utime setxattr removexattr", os_functions.set_metadata),
-        (socket.socket, "bind", libraries.socket_bind),
+        (socket.socket, "bind", sockets.socket_bind),
     ),
     *patches(_CHANGES, (io, "FileIO", libraries.file_io), factory=True),
     *patches(
