@@ -128,51 +128,36 @@ class DriftError(TrainingError):
         since: tuple[int, int],
         difference: float,
         others: int,
+        *,
+        is_rounding: bool = False,
     ) -> DriftError:
-        """Of a parameter or buffer; `groups`: the ranks that have the same one; `others`: how many
-        more tensors differ."""
-        what = _difference_of(name, groups, since, difference, others)
-        return cls(f"{what} Something {_HAS_CHANGED_IT}")
+        """Of a parameter or buffer.
 
-    @classmethod
-    def of_rounding(
-        cls,
-        name: str,
-        groups: Mapping[object, Sequence[int]],
-        since: tuple[int, int],
-        difference: float,
-        others: int,
-    ) -> DriftError:
-        """As `of_tensor`, where the difference is no more than one of rounding."""
-        what = _difference_of(name, groups, since, difference, others)
+        Args:
+            name: what differs.
+            groups: the ranks that have the same one.
+            since: the steps between which it came to differ.
+            difference: the largest one.
+            others: how many more tensors differ.
+            is_rounding: whether the difference is no more than one of rounding.
+        """
+        *odd, most = sorted(groups.values(), key=lambda ranks: (len(ranks), 0 in ranks))
+        ranks = [rank for ranks in odd for rank in ranks]
+        verb = "differs" if len(ranks) == 1 else "differ"
+        more = f" {others} more tensors differ." if others > 1 else " One more differs." * others
+        cause = "Something"
+        if is_rounding:
+            cause = (
+                "That is no more than rounding. Processors of different kinds round differently, "
+                "and so does torch.linalg.lstsq in each process: then the numbers are right. "
+                "Otherwise something"
+            )
         return cls(
-            f"{what} That is no more than rounding. Unlike processors round differently, and so "
-            "does torch.linalg.lstsq in each process: then the numbers are right. Otherwise "
-            f"something {_HAS_CHANGED_IT}"
+            f"{name} of {format_ranks(ranks)} {verb} from that of {format_ranks(most)} "
+            f"{_since(since)}, by up to {difference:.3g}.{more} {cause} has changed it on some "
+            "ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names the step, 0 "
+            "compares nothing."
         )
-
-
-_HAS_CHANGED_IT = (
-    "has changed it on some ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names "
-    "the step, 0 compares nothing."
-)
-
-
-def _difference_of(
-    name: str,
-    groups: Mapping[object, Sequence[int]],
-    since: tuple[int, int],
-    difference: float,
-    others: int,
-) -> str:
-    *odd, most = sorted(groups.values(), key=lambda ranks: (len(ranks), 0 in ranks))
-    ranks = [rank for ranks in odd for rank in ranks]
-    verb = "differs" if len(ranks) == 1 else "differ"
-    more = f" {others} more tensors differ." if others > 1 else " One more differs." * others
-    return (
-        f"{name} of {format_ranks(ranks)} {verb} from that of {format_ranks(most)} "
-        f"{_since(since)}, by up to {difference:.3g}.{more}"
-    )
 
 
 def _format_groups(groups: Mapping[Any, Sequence[int]]) -> str:

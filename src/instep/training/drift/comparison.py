@@ -290,19 +290,22 @@ class DriftCheck:
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             kind, dtype = tensors[name].kind, tensors[name].tensor.dtype
-            it = name + model, group_ranks(ways), since, difference
+            described = name + model, group_ranks(ways), since, difference
             if kind == "own":
-                self._warn(_EACH_RANKS_OWN, f"{DriftError.of_tensor(*it, 0)}{_EACH_RANKS_OWN}")
+                self._warn(
+                    _EACH_RANKS_OWN, f"{DriftError.of_tensor(*described, 0)}{_EACH_RANKS_OWN}"
+                )
             elif is_rounding(dtype, largest, difference):
-                rounded.append(it)
+                rounded.append(described)
             elif kind == "buffer" and self._buffers == "warn":
-                self._warn(name, f"{DriftError.of_tensor(*it, 0)}")
+                self._warn(name, f"{DriftError.of_tensor(*described, 0)}")
             else:
-                found.append(it)
+                found.append(described)
         if found:
             raise DriftError.of_tensor(*found[0], len(found) - 1)
         if rounded:
-            self._warn(_ROUNDED, f"{DriftError.of_rounding(*rounded[0], len(rounded) - 1)}")
+            error = DriftError.of_tensor(*rounded[0], len(rounded) - 1, is_rounding=True)
+            self._warn(_ROUNDED, f"{error}")
 
     def _warn(self, kind: str, text: str) -> None:
         """Warn, once of each kind."""
