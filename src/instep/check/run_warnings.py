@@ -206,8 +206,7 @@ prints; the line says which. The numbers are right, and loading is not faster on
 
 Data that make their batches themselves (iterable data sets) are loaded by every rank without a
 line. If the workers of two ranks load other batches of them, since a worker draws with a seed from
-the clock or from the number of its process, a line says so, and all ranks get the batches of rank
-0.""",
+the clock or from its process id, a line says so, and all ranks get the batches of rank 0.""",
     ),
     RunWarning(
         "INS714",

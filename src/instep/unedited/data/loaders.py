@@ -152,8 +152,8 @@ def _same_on_all_ranks(batches: Any, loader: DataLoader[Any]) -> Any:
     if not (in_turn and _may_share(loader)):
         return batches
     line = (
-        "in its workers, each rank has other samples (a seed from the clock or from the number of "
-        "a process?). All ranks get those of rank 0."
+        "in its workers, each rank has other samples (a seed from the clock or the process id?). "
+        "All ranks get those of rank 0."
     )
     same = Rank0BatchIterator(
         batches,

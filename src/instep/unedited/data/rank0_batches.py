@@ -1,6 +1,6 @@
 """The batches of data that every rank loads whole, in workers: rank 0's, if they differ.
 
-In a worker, a seed from the clock or from the number of a process is another one on each rank.
+In a worker, a seed from the clock or from the process id is another one on each rank.
 """
 
 from __future__ import annotations
