@@ -565,19 +565,23 @@ def test_without_a_number_bitwise_gets_as_many_ranks_as_its_shards_allow(
 @pytest.mark.parametrize(
     "words",
     [
-        "run -n 1000000",
-        "run --hosts localhost:1000000",
-        "verify -n 1,1000000",
-        "horovodrun -np 1000000 python",
+        "run -n 3",
+        "run --hosts localhost:3",
+        "verify -n 1,3",
+        "horovodrun -np 3 python",
     ],
 )
 def test_ranks_that_do_not_fit_into_the_memory_are_refused(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(procfs, "memory_size", lambda: 2 * 128 << 20)
     (script := tmp_path / "train.py").touch()
     assert cli.main([*words.split(), str(script)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("instep: 1000000 ranks do not fit into the ")
+    assert told.startswith("instep: 3 ranks do not fit into the ")
     assert told.endswith("Set INSTEP_RANK_LIMIT=none to start them nevertheless.\n")
 
 
