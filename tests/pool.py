@@ -28,6 +28,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 SECONDS = 50.0
 forkserver = multiprocessing.get_context("forkserver")
@@ -240,7 +241,17 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
         except (EOFError, OSError):
             return
         pipe.send_bytes(_pickled(_answer(*pickle.loads(asked))))
+        if multiprocessing.active_children():
+            _end_workers()
         gc.collect()
+
+
+def _end_workers() -> None:
+    """End the workers of loaders that are in a cycle, as an error of a worker leaves them: the
+    garbage collector would close their queues first, and then wait 5 seconds for each."""
+    for iterator in gc.get_objects():
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()  # type: ignore[no-untyped-call]
 
 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
