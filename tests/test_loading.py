@@ -668,64 +668,6 @@ def test_what_has_no_rows_is_loaded_as_plain_python_does():
         assert same(*results), data
 
 
-class OfTheProcess(IterableDataset):
-    """Data whose order is drawn with a seed that only this process has."""
-
-    def __init__(self, length=23, fails_at=None):
-        self.length, self.fails_at = length, fails_at
-
-    def __iter__(self):
-        drawn = torch.rand(self.length, generator=torch.Generator().manual_seed(os.getpid()))
-        for index, number in enumerate(drawn):
-            if index == self.fails_at:
-                raise KeyError(f"sample {index}")
-            yield {"x": torch.stack([number, number]), "name": f"{number:.3f}"}
-
-
-def on_all_ranks(value):
-    """Whether every rank has this value."""
-    return all(same(value, other) for other in instep.all_gather_object(value))
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_what_workers_draw_with_a_seed_of_the_process_is_rank_0s_on_all_ranks():
-    fresh()
-    printed = io.StringIO()
-    for more in ({"batch_size": 4}, {"batch_size": None}, {"persistent_workers": True}):
-        data = OfTheProcess()
-        loader = DataLoader(data, **{"batch_size": 4, "num_workers": 2, **more})
-        with redirect_stderr(printed):
-            passes = [list(batches(loader)) for _ in range(2)]
-            passes.insert(1, list(islice(batches(loader), 3)))
-        assert len(passes[0]) == len(passes[2]) == len(list(loader))
-        assert on_all_ranks(passes)
-        loader._iterator = None
-    assert on_all_ranks(streams())
-    lines = printed.getvalue().count("All ranks get those of rank 0")
-    assert lines == (3 if instep.rank == 0 else 0)
-
-
-@ranks(2)
-def test_an_error_of_rank_0s_worker_is_one_on_all_ranks():
-    loop = batches(DataLoader(OfTheProcess(9, fails_at=7), 2, num_workers=1))
-    found = [next(loop)["name"] for _ in range(3)]
-    assert on_all_ranks(found)
-    with pytest.raises(KeyError, match="sample 7"):
-        next(loop)
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_streams_that_are_the_same_on_all_ranks_are_loaded_by_each():
-    fresh()
-    expected = list(DataLoader(Lines(), 3, num_workers=1))
-    fresh()
-    loop = batches(DataLoader(Lines(), 3, num_workers=1))
-    assert same(list(loop), expected)
-    assert not loop.needs_all_ranks()
-
-
 @ranks(2)
 def test_load_whole_keeps_the_numbers_of_plain_python():
     os.environ["INSTEP_LOAD"] = "whole"

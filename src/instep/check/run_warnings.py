@@ -205,8 +205,11 @@ from a generator of its own, or loading samples writes files, changes numbers of
 prints; the line says which. The numbers are right, and loading is not faster on several ranks.
 
 Data that make their batches themselves (iterable data sets) are loaded by every rank without a
-line. If the workers of two ranks load other batches of them, since a worker draws with a seed from
-the clock or from its process id, a line says so, and all ranks get the batches of rank 0.""",
+line. Where the ranks' workers wait for cores, and the ranks for the workers, each worker loads on
+one rank for all: the batches, and their order, are those of one process. If workers then print or
+write files, which only counts on rank 0, a line says so. If the workers of two ranks load other
+batches, since a worker draws with a seed from the clock or from its process id, a line says so, and
+all ranks get those of one.""",
     ),
     RunWarning(
         "INS714",

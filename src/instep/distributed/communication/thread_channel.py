@@ -48,6 +48,16 @@ class ThreadChannel:
         self._all_gather(pickled)
         return [signed_pickle.loads_tensor(part) for part in pickled]
 
+    def broadcast_object(self, value: T, root: int) -> T:
+        """Root's value, pickled."""
+        pickled = signed_pickle.dumps_tensor(value)
+        size = torch.tensor([pickled.numel()], device="cpu")
+        self.broadcast(size, root).wait()
+        if self.rank != root:
+            pickled = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self.broadcast(pickled, root).wait()
+        return value if self.rank == root else signed_pickle.loads_tensor(pickled)
+
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start to overwrite a contiguous `tensor` with root's."""
         if self.rank != root:

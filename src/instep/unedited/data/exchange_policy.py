@@ -86,5 +86,9 @@ def is_exchange_faster(seconds: float, nbytes: int, count: int, ranks: int) -> b
         ranks: the number of ranks that share it.
     """
     largest_block = -(-count // ranks)  # the other ranks wait for the rank that loads it
-    saved = seconds * (1 - largest_block / count)
-    return saved > _SECONDS_PER_EXCHANGE + nbytes * _SECONDS_PER_BYTE
+    return is_sending_faster(seconds * (1 - largest_block / count), nbytes)
+
+
+def is_sending_faster(seconds: float, nbytes: int) -> bool:
+    """Whether ranks take less than so many seconds to send each other a batch of this size."""
+    return seconds > _SECONDS_PER_EXCHANGE + nbytes * _SECONDS_PER_BYTE

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, Subset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.distributed.communication.rank_local import is_rank_local
@@ -34,7 +34,6 @@ from instep.unedited.data.batch_exchange import (
 )
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.generators import find_generator, may_set_generator
-from instep.unedited.data.rank0_batches import Rank0BatchIterator, Rank0Loading
 from instep.unedited.data.row_loading import (
     LoadedRows,
     LoadedSamples,
@@ -45,6 +44,8 @@ from instep.unedited.data.row_loading import (
     init_worker,
     no_collate,
 )
+from instep.unedited.data.worker_batches import WorkerBatchIterator, WorkerLoading
+from instep.unedited.data.worker_datasets import WorkerDataset, WorkerDivision, WorkerStream
 
 
 @dataclass
@@ -58,11 +59,11 @@ class _KnownDataset:
     generator: str | None = None
     """Where it holds a random generator."""
     has_warned: bool = False
-    rank0_loading: Rank0Loading = field(default_factory=Rank0Loading)
+    worker_loading: WorkerLoading = field(default_factory=WorkerLoading)
 
 
 _known_datasets = WeakIdKeyDictionary()
-_iterators: weakref.WeakSet[WholeBatchIterator | Rank0BatchIterator] = weakref.WeakSet()
+_iterators: weakref.WeakSet[WholeBatchIterator | WorkerBatchIterator] = weakref.WeakSet()
 """Those of the script that may still be in use."""
 _channels = count(1)
 _has_mentioned_draws = False
@@ -73,9 +74,9 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
 
     If the samples of a batch can be loaded one by one, each rank loads its own rows and the ranks
     exchange them; if that takes longer than loading all of them, or there is one rank, each loads
-    all. In both cases each sample draws from a random stream of its own. Any other data set is
-    loaded whole on every rank as plain Python loads it: see `_can_load_rows`. If the ranks' workers
-    load different batches of it, those of rank 0 are the batches of all.
+    all. In both cases each sample draws from a random stream of its own. Of any other data set each
+    rank loads the batches as plain Python loads them: see `_can_load_rows`. Where there are workers
+    and the ranks wait for them, each worker loads on one rank for all.
 
     Args:
         original: torch's own method.
@@ -83,7 +84,7 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     """
     loader.in_order = True  # otherwise the order depends on which worker happens to finish first
     if not _can_load_rows(loader):
-        return _same_on_all_ranks(original(loader), loader)
+        return _batches_of_workers(original, loader)
     transport = get_transport()
     policy = _known(loader).policies.setdefault(
         (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
@@ -114,6 +115,7 @@ def is_loading_shared() -> bool:
 def stop_sharing() -> None:
     """From now on this rank loads everything, also in passes that are under way."""
     for known in _known_datasets.values():
+        known.worker_loading = WorkerLoading()
         for policy in known.policies.values():
             policy.set_single_rank()
 
@@ -145,24 +147,48 @@ def _may_share(loader: DataLoader[Any]) -> bool:
     return not (whole or isinstance(loader, ShardedLoader))
 
 
-def _same_on_all_ranks(batches: Any, loader: DataLoader[Any]) -> Any:
-    """An iterator over batches that this rank's workers load; without workers, or in a thread of
-    the script's, `batches` itself."""
-    in_turn = bool(loader.num_workers) and in_main_thread() and get_transport().size > 1
-    if not (in_turn and _may_share(loader)):
-        return batches
-    line = (
-        "in its workers, each rank has other samples (a seed from the clock or the process id?). "
-        "All ranks get those of rank 0."
-    )
-    same = Rank0BatchIterator(
+def _batches_of_workers(original: Function, loader: DataLoader[Any]) -> Any:
+    """An iterator over batches that workers load as plain Python's do, the same on all ranks;
+    torch's own without workers, or in a thread of the script's."""
+    transport = get_transport()
+    persistent = getattr(loader._iterator, "_dataset", None)
+    division = persistent.division if isinstance(persistent, WorkerDataset) else None
+    if division is None:
+        is_in_turn = bool(loader.num_workers) and in_main_thread() and transport.size > 1
+        if not (is_in_turn and _may_share(loader)):
+            return original(loader)
+    loading = _known(loader).worker_loading
+    loading.begin_pass()
+    if not isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+        division = division or WorkerDivision(transport.rank, transport.size)
+        division.set(is_on=loading.is_divided)
+    batches = original(loader if division is None else _worker_loader(loader, division))
+    if loader.persistent_workers:
+        loader._iterator = batches
+    iterator = WorkerBatchIterator(
         batches,
-        _known(loader).rank0_loading,
+        loading,
+        division,
+        loader.num_workers,
+        next(_channels),
         pin=partial(_pin, loader),
-        report=partial(_warn, loader, line),
+        warn=partial(_warn, loader),
     )
-    _iterators.add(same)
-    return same
+    _iterators.add(iterator)
+    return iterator
+
+
+def _worker_loader(loader: DataLoader[Any], division: WorkerDivision) -> DataLoader[Any]:
+    """A loader whose workers answer with WorkerBatch."""
+    kind = WorkerStream if isinstance(loader.dataset, IterableDataset) else WorkerDataset
+    dataset = kind(loader.dataset, loader.collate_fn, division)
+    copied = copy.copy(loader)
+    vars(copied).update(
+        dataset=dataset,
+        collate_fn=dataset.collate,
+        worker_init_fn=partial(init_worker, loader.worker_init_fn),
+    )
+    return copied
 
 
 def _pin(loader: DataLoader[Any], batch: Any) -> Any:

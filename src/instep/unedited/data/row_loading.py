@@ -313,10 +313,8 @@ def _seed_stream(*parts: object) -> None:
 
 def init_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Called by torch in worker number `worker`, before it loads anything: call the user's
-    worker_init_fn, which sees the user's dataset."""
-    info = get_worker_info()
-    assert info is not None
-    assert isinstance(info.dataset, RowDataset)
+    worker_init_fn, which sees the user's dataset in place of one that holds it."""
+    info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # torch freezes the attribute
     if init is not None:
         init(worker)
