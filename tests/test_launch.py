@@ -102,6 +102,9 @@ def test_what_the_user_has_set_stays(launch: Launch) -> None:
     (environ,) = environments(launch, 1, **chosen)
     assert {name: environ[name] for name in chosen} == chosen
     assert "MKL_NUM_THREADS" not in environ  # it follows the user's OMP_NUM_THREADS
+    for random in ("", "random"):  # another order of sets on each rank
+        (environ,) = environments(launch, 1, PYTHONHASHSEED=random)
+        assert environ["PYTHONHASHSEED"] == "0"
     (environ,) = environments(launch, 1, MKL_NUM_THREADS="3")
     assert environ["MKL_NUM_THREADS"] == "3"
 

@@ -1,6 +1,7 @@
 """What an unedited script hears of its launcher, and what it is left alone for."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -268,7 +269,7 @@ def test_a_variable_that_another_launcher_sets_is_said_to_be_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seed", "again"), [(None, True), ("random", True), ("0", False), ("7", False)]
+    ("seed", "again"), [(None, True), ("", True), ("random", True), ("0", False), ("7", False)]
 )
 def test_sets_of_strings_have_one_order_on_all_ranks(monkeypatch, seed, again):
     started = []
@@ -285,6 +286,17 @@ def test_sets_of_strings_have_one_order_on_all_ranks(monkeypatch, seed, again):
     started.clear()
     fix_hash_seed()
     assert started == []
+
+
+@pytest.mark.parametrize("option", ["-E", "-I"])
+def test_python_that_ignores_the_seed_of_hashes_is_refused(option):
+    starts = "import sys; sys.path[:0] = sys.argv[1:]; from instep.unedited import session; "
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = subprocess.run(
+        [sys.executable, option, "-c", f"{starts}session.start()", *sys.path],
+        env=os.environ | world | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "UneditedError: with its options -E and -I" in ended.stderr
 
 
 class Store(dict):

@@ -49,7 +49,9 @@ def rank_environment(
     threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:
         kept.setdefault("MKL_NUM_THREADS", threads)
-    defaults = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0"}
+    if (kept.get("PYTHONHASHSEED") or "random") == "random":
+        kept["PYTHONHASHSEED"] = "0"
+    defaults = {"OMP_NUM_THREADS": threads}
     if "OMP_NUM_THREADS" not in kept:
         defaults[HOST_CORES] = str(count_cores())
     world = World(

@@ -58,6 +58,7 @@ def start() -> UneditedSession | None:
         if settings.is_bitwise():
             bitwise.start(world.size)
         if world.size > 1:
+            _check_hash_seed()
             fix_hash_seed()
         launcher_env.set_visible_device(world)
         if world.size == 1:
@@ -147,12 +148,22 @@ def opt_out_reason() -> str | None:
     return next(iter(_reasons), None)
 
 
+def _check_hash_seed() -> None:
+    if sys.flags.ignore_environment:
+        raise UneditedError(
+            "with its options -E and -I Python does not read PYTHONHASHSEED, so that sets of "
+            "strings would have another order on each rank. Leave the option out, or run this "
+            "script with --plain."
+        )
+
+
 def fix_hash_seed() -> None:
     """Start this program again, unless sets of strings have the same order on all ranks already.
 
     Python decides about that as it starts.
     """
-    if os.environ.get("PYTHONHASHSEED", "random") == "random" and "-" not in sys.orig_argv:
+    random = (os.environ.get("PYTHONHASHSEED") or "random") == "random"
+    if random and "-" not in sys.orig_argv:
         os.environ["PYTHONHASHSEED"] = "0"
         sys.stdout.flush()
         sys.stderr.flush()
