@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from zipfile import ZipFile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -142,7 +143,9 @@ CASES = (
     Case("run -n 2 package.train", "write -m package.train"),
     Case("run -n 2 note.ipynb", "it is a notebook"),
     Case("note.ipynb", "it is a notebook"),
-    Case("run -n 2 package", "package: it is a directory"),
+    Case("run -n 2 package", "package: it is a directory. Name a Python script."),
+    Case("run -n 2 program", "program: it is a directory. Name program/__main__.py."),
+    Case("run -n 2 program.zip", "it is a zip archive. Unpack it, and name its __main__.py."),
     Case("run -n 1 /dev/zero", "it is no ordinary file"),
     Case("run -n 1 pipe.py", "it is no ordinary file"),
     Case("run -n 1 deep.py", "MemoryError", 1, slow=True),
@@ -151,7 +154,7 @@ CASES = (
     Case("run -n 1 raises.py 2>&-", "begun", 1, slow=True),
     Case("run -n 1 --output full raises.py", "rank 0 of 1 failed", 1, slow=True),
     Case("run -n 5 train.py", "trained", 0, slow=True),
-    Case("check .", "Nothing found in 5 files"),
+    Case("check .", "Nothing found in 6 files"),
     Case("check package", "Nothing found in 1 file.", 0),
     Case("check empty", "there is no Python file in empty"),
     Case("check pipe.py", "pipe.py: it is no ordinary file"),
@@ -167,9 +170,9 @@ CASES = (
 
 def prepare(folder: Path) -> None:
     """The files that the cases speak of."""
-    for name in ("package", "empty", "full"):
+    for name in ("package", "program", "empty", "full"):
         (folder / name).mkdir()
-    for name in ("train.py", "package/train.py"):
+    for name in ("train.py", "package/train.py", "program/__main__.py"):
         (folder / name).write_text("print('trained')\n")
     (folder / "raises.py").write_text("print('begun')\nraise ValueError('boo')\n")
     (folder / "note.ipynb").write_text('{"cells": null}\n')
@@ -181,6 +184,8 @@ def prepare(folder: Path) -> None:
     called = [f"def f{k}(): return f{k - 1}()" for k in range(1, 3000)]
     (folder / "called.py").write_text("\n".join(["def f0(): pass", *called, "f2999()", ""]))
     os.mkfifo(folder / "pipe.py")
+    with ZipFile(folder / "program.zip", "w") as archive:
+        archive.writestr("__main__.py", "print('trained')\n")
     for name in ("rank0.out", "rank0.err"):
         (folder / "full" / name).symlink_to("/dev/full")
 

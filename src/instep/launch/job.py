@@ -8,6 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from zipimport import ZipImportError, zipimporter
 
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
@@ -16,6 +17,7 @@ from instep.process import procfs, settings
 
 _BYTES_PER_RANK = 128 << 20
 """Memory of its own, once PyTorch is imported: 145 MiB with PyTorch 2.13 on a CPU."""
+_NAME_A_SCRIPT = "Name a Python script."
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def check_command(command: Sequence[str]) -> None:
 def check_script(path: str) -> None:
     """Raise CommandLineError unless this is a file that may be a Python script."""
     if os.path.isdir(path):
-        raise _cannot_run(path, "it is a directory")
+        inside = os.path.join(path, "__main__.py")
+        advice = f"Name {inside}." if os.path.isfile(inside) else _NAME_A_SCRIPT
+        raise _cannot_run(path, "it is a directory", advice)
     if not os.path.exists(path):
         raise _cannot_run(path, "there is no such file", _advise(path))
     if not os.path.isfile(path):  # each rank reads it
@@ -97,9 +101,20 @@ def check_script(path: str) -> None:
         raise _cannot_run(path, "it is a notebook", advice)
     if not os.access(path, os.R_OK):
         raise _cannot_run(path, "it may not be read")
+    if _is_archive(path):
+        raise _cannot_run(path, "it is a zip archive", "Unpack it, and name its __main__.py.")
 
 
-def _cannot_run(path: str, why: str, advice: str = "Name a Python script.") -> CommandLineError:
+def _is_archive(path: str) -> bool:
+    """Whether the interpreter would run the `__main__` of a zip file."""
+    try:
+        zipimporter(path)
+    except ZipImportError:
+        return False
+    return True
+
+
+def _cannot_run(path: str, why: str, advice: str = _NAME_A_SCRIPT) -> CommandLineError:
     return CommandLineError(f"cannot run {path}: {why}. {advice}")
 
 
@@ -112,7 +127,7 @@ def _advise(path: str) -> str:
     folder, name = os.path.split(path)
     files = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
     near = get_close_matches(name, [file for file in files if file.endswith(".py")], n=1)
-    return f"Did you mean {os.path.join(folder, near[0])}?" if near else "Name a Python script."
+    return f"Did you mean {os.path.join(folder, near[0])}?" if near else _NAME_A_SCRIPT
 
 
 def is_python(word: str) -> bool:
