@@ -312,6 +312,7 @@ def test_what_the_ranks_disagree_about_is_told(place: Place) -> None:
             marks=pytest.mark.nightly,
         ),
         ("fails_on_rank_1()", 1, "OSError: only here"),
+        (r"raise ValueError('no \udcff')", 1, r"ValueError: no \udcff"),
     ],
 )
 def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, last: str) -> None:
@@ -327,6 +328,12 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count(last) == done.stderr.count("instep: rank") == 1
     assert done.stderr.startswith(f"instep: rank {int('rank_1' in ending)} of 2 ")
+
+
+@pytest.mark.launch
+def test_an_exit_code_of_which_the_system_keeps_0_is_no_failure(place: Place) -> None:
+    done = place.run("n2", *RUN, "2", place.script("import sys, torch\nsys.exit(256)\n"))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.launch

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch.worker import local_rank_argument
 from instep.process import print_line
+from instep.process.exit_status import system_exit_code
 from instep.version import __version__
 
 COMMANDS = {
@@ -174,7 +175,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
     try:
         program.run_program(words, plain=plain)
     except SystemExit as leaving:  # no sys.excepthook hears of it
-        if leaving.code:
+        if system_exit_code(leaving):
             program.failing(f"SystemExit: {leaving.code}")
         raise
     return 0

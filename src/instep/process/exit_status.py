@@ -25,6 +25,12 @@ def describe_early_exit(waiting: int) -> str:
     return f"ended with exit code 0 while rank {waiting} waited for it"
 
 
+def system_exit_code(leaving: SystemExit) -> int:
+    """The exit code of a process that `leaving` ends."""
+    code = leaving.code or 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
 def shell_exit_code(code: int | None) -> int:
     """128 + n for signal n; 1 where the code is not known."""
     return 1 if code is None else code if code >= 0 else 128 - code

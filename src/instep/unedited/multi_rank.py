@@ -238,12 +238,13 @@ class MultiRankSession:
         if self._has_failed or self._is_alone or not self._installed:
             return True
         self._has_failed = True
+        failed = message.encode(errors="surrogatepass")  # of a file name that is not UTF-8, say
         try:
             if self.world.rank == 0:
-                self._store.set(_FAILED, message)
+                self._store.set(_FAILED, failed)  # type: ignore[arg-type]  # the stub says str
                 return True
             self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            if self._store.get(_FAILED) != message.encode():
+            if self._store.get(_FAILED) != failed:
                 return True
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True

@@ -20,6 +20,7 @@ from instep.distributed.conditions import note_condition
 from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch.worker import program
 from instep.launch.worker.control_bytes import BEGUN, FAILED, GO, READY
+from instep.process.exit_status import system_exit_code
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler
 from instep.process.tracebacks import (
@@ -51,7 +52,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         program.run_program(command, plain=mode == PLAIN, begin=lambda: _send(int(line), BEGUN))
         leave.report_success(_end_of_script())
     except SystemExit as leaving:
-        if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
+        if system_exit_code(leaving) and not program.failing(f"SystemExit: {leaving.code}"):
             sys.exit(leave.leave_report_to_rank_0())
         sys.exit(leave.report_exit(leaving))
     except KeyboardInterrupt as interrupt:
@@ -112,16 +113,13 @@ class ExitReporter:
 
     def report_exit(self, leaving: SystemExit) -> int:
         """Report SystemExit and return its exit code; the supervisor prints its message."""
-        meant = leaving.code
-        if meant is None or isinstance(meant, int):
-            line = script_line(leaving)
-            code, text = (meant or 0) & 0xFF, f"It left at {line}.\n" if line else ""
+        code, line = system_exit_code(leaving), script_line(leaving)
+        if not code:
+            self.report_success(line)
+        elif isinstance(leaving.code, int):
+            self._write(leaving, code, f"It left at {line}.\n" if line else "")
         else:
-            code, text = 1, f"{meant}\n"
-        if code:
-            self._write(leaving, code, text)
-        else:
-            self.report_success(script_line(leaving))
+            self._write(leaving, code, f"{leaving.code}\n")
         return code
 
     def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
