@@ -165,10 +165,10 @@ def test_a_script_prints_the_hosts(tmp_path: Path) -> None:
     script = tmp_path / "hosts.sh"
     script.write_text(f"#!/bin/sh\necho {HERE}:2\necho {THERE}\n")
     script.chmod(0o755)
-    assert run_script(str(script), 3) == [(HERE, "2"), (THERE, "3")]
+    assert run_script(str(script), 3, "job") == [(HERE, "2"), (THERE, "3")]
     script.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
     with pytest.raises(CommandLineError, match="exit code 3: broken"):
-        run_script(str(script), None)
+        run_script(str(script), None, "job")
 
 
 # ------------------------------------------------------------------------------- whole jobs
@@ -284,6 +284,12 @@ def test_a_failure_before_the_ranks_have_met_ends_the_job(launch: Launch) -> Non
     assert "exited with code 3 before the ranks had met\n" in done.stderr
 
 
+@pytest.mark.launch
+def test_ranks_may_end_without_having_met(launch: Launch) -> None:
+    done = launch.run("-np", 2, "--min-np", 1, "python", launch.script(""))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 DEATH_BEFORE_ITS_SOCKET_ENDS = """
 import signal, time
 
@@ -308,6 +314,22 @@ def test_the_driver_may_see_a_death_and_the_end_of_the_socket_at_once(launch: La
     )
     assert done.returncode == 137
     assert "was killed by SIGKILL before the ranks had met\n" in done.stderr
+
+
+@pytest.mark.launch
+def test_a_script_that_never_answers_ends_with_the_job(launch: Launch, tmp_path: Path) -> None:
+    asked, script = tmp_path / "asked", tmp_path / "hosts.sh"
+    tells = """printf '["asks"]\\n' > $EVENTS"""
+    script.write_text(
+        f"#!/bin/sh\n[ -e {asked} ] && {tells} && sleep 1000\ntouch {asked}\necho {HERE}:1\n"
+    )
+    script.chmod(0o755)
+    flags = ("-np", 1, "--min-np", 1, "--host-discovery-script", script)
+    with launch.start(*flags, "python", launch.script("meeting.wait_for(1)")) as process:
+        assert launch.event() == ["asks"]
+        launch.call()
+        done = launch.end_of(process)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.launch

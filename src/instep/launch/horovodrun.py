@@ -179,10 +179,11 @@ def _run_on_hosts(
     return run_on_hosts(options)
 
 
-def _find_hosts(asked: argparse.Namespace, size: int) -> dict[str, int]:
-    """The slots of each host of an elastic job, as of now. Raises CommandLineError."""
+def _find_hosts(asked: argparse.Namespace, size: int, job: str) -> dict[str, int]:
+    """The slots of each host of the elastic `job`, as of now. Raises CommandLineError."""
     if script := asked.host_discovery_script:
-        found = count_slots(run_script(script, elastic_flags.number(asked, "--slots-per-host")))
+        slots = elastic_flags.number(asked, "--slots-per-host")
+        found = count_slots(run_script(script, slots, job))
     else:
         found = _hosts(asked) or {"localhost": size}
     for host in found:

@@ -93,9 +93,9 @@ class Driver:
         output: str,
         variables: Mapping[str, str],
         options: ElasticOptions,
-        find_hosts: Callable[[], dict[str, int]],
+        find_hosts: Callable[[str], dict[str, int]],
     ) -> None:
-        """`find_hosts` is called every second. Raises what it raises."""
+        """`find_hosts` is called every second, with the job's name. Raises what it raises."""
         settings.check_variables()
         self._command, self._variables, self._options = command, dict(variables), options
         self._output = choose_output(output)
@@ -104,7 +104,7 @@ class Driver:
         job.store.close()  # each world meets at a port of its rank 0's
         self._job = replace(job, store=None)
         self._hosts = HostTable(options.least, options.cooldown)
-        self._discovery = HostDiscovery(find_hosts)
+        self._discovery = HostDiscovery(partial(find_hosts, self._job.name))
         self._hosts.update(self._discovery.found)
         self._selector = selectors.DefaultSelector()
         self._members: list[_Member] = []
@@ -135,13 +135,14 @@ class Driver:
             self._selector.register(self._discovery, selectors.EVENT_READ, self._on_hosts)
             try:
                 self._form_world()
-                while self._end is None and (self._members or not self._worlds):
+                while self._end is None and (self._members or not self._has_begun()):
                     for key, _ in self._selector.select(INTERVAL):
                         key.data()
                     self._on_time()
                 code, line = self._end or self._conclude()
                 self._terminate()
             finally:
+                self._discovery.stop()
                 end_ranks((rank.pid for rank in self._started), self._job.name)
                 for number, rank in enumerate(self._started):
                     rank.reap()
@@ -152,6 +153,10 @@ class Driver:
         sys.stderr.write(line)
         sys.stderr.flush()
         return code
+
+    def _has_begun(self) -> bool:
+        """Whether ranks have met, or one has ended without it."""
+        return self._has_finished or self._worlds > 0
 
     def _conclude(self) -> tuple[int, str]:
         """All ranks have ended by themselves."""

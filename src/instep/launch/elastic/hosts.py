@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import socket
@@ -10,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from instep.distributed.identity.launchers import JOB
 from instep.errors import CommandLineError
 from instep.process import print_line
 
@@ -99,9 +101,13 @@ class HostDiscovery:
         self._receiver.recv(4096)
         return self.found
 
-    def close(self) -> None:
-        """End the thread."""
+    def stop(self) -> None:
+        """Run the script no more, and heed no more what becomes of it."""
         self._stopped.set()
+
+    def close(self) -> None:
+        """End the thread, after the run of the script that is under way."""
+        self.stop()
         self._thread.join()
         self._receiver.close()
         self._sender.close()
@@ -114,6 +120,8 @@ class HostDiscovery:
                 problem = ""
             except CommandLineError as error:
                 found, before, problem = self.found, problem, str(error)
+            if self._stopped.is_set():
+                return
             if problem and problem != before:
                 print_line(f"{problem} The hosts stay as they are.")
             if list(found.items()) != list(self.found.items()):
@@ -121,10 +129,11 @@ class HostDiscovery:
                 self._sender.send(b".")
 
 
-def run_script(script: str, slots: int | None) -> list[tuple[str, str]]:
+def run_script(script: str, slots: int | None, job: str) -> list[tuple[str, str]]:
     """The hosts and their slots in the lines `host:slots` that a script prints.
 
-    `slots` are those of a host without a number. Raises CommandLineError if the script fails.
+    `slots` are those of a host without a number. The script's processes belong to the job, and end
+    with it. Raises CommandLineError if the script fails.
     """
     try:
         done = subprocess.run(
@@ -133,6 +142,7 @@ def run_script(script: str, slots: int | None) -> list[tuple[str, str]]:
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
+            env=os.environ | {JOB: job},
         )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise CommandLineError(f"--host-discovery-script {script} does not run: {error}.") from None
