@@ -137,6 +137,16 @@ def test_an_interrupt_that_nobody_catches_is_one_line(launch: Launch) -> None:
     )
 
 
+@pytest.mark.launch
+def test_an_interrupt_in_the_last_line_is_not_lost(launch: Launch) -> None:
+    path = launch.folder / "train.py"
+    path.write_text("import signal, torch\nsignal.raise_signal(signal.SIGINT)\n")
+    result = launch.run("-n", 2, path)
+    assert result.returncode == 130
+    assert re.search(r"instep: rank [01] of 2 was killed by SIGINT", result.stderr)
+    assert "ignored" not in result.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.launch
 def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:

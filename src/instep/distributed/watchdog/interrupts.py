@@ -117,6 +117,14 @@ def _pause(pending: PendingInterrupt) -> None:
             _interrupt_main_thread(pending)
 
 
+def end_of_script() -> None:
+    """The script's last line has run: an interrupt that waits for a later one takes effect now."""
+    global _pending
+    if os.getpid() == _process and _since and not (_pending is not None and _pending.over):
+        _pending = _pending or PendingInterrupt()
+        _interrupt(None)
+
+
 # -------------------------------------------------------------------- messages from the hub
 
 
