@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 
+from instep.process import pending_writes
 from instep.unedited.files import atomic_writes, libraries, os_functions
 from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
@@ -55,6 +56,20 @@ def test_a_save_that_fails_leaves_the_old_file(rank0: Path) -> None:
     with pytest.raises(ValueError, match="in the middle"):
         numpy.save("model.npy", numpy.array([Fails()]))
     assert (torch.load("model.pt"), os.listdir()) == (1, ["model.pt"])
+
+
+@pytest.mark.parametrize("name", [b"\xff", "\u2028".encode(), b"a\nb"])
+def test_drafts_of_any_name_are_removed_after_a_rank_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    marker = tmp_path / "writing"
+    monkeypatch.setattr(pending_writes, "_markers", [marker])
+    draft = tmp_path / f"{pending_writes.DRAFT_PREFIX}1" / os.fsdecode(name)
+    draft.parent.mkdir()
+    draft.touch()
+    with pending_writes.track_write(str(draft)):
+        pending_writes.remove_drafts(marker)
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_saved_is_what_plain_python_saves(rank0: Path, tmp_path: Path) -> None:

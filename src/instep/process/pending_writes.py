@@ -63,7 +63,7 @@ def wait_for_writes(limit: float = WAIT_LIMIT) -> None:
 def remove_drafts(marker: Path) -> None:
     """Remove the drafts of a rank that was killed."""
     try:
-        drafts = marker.read_text().splitlines()
+        drafts = os.fsdecode(marker.read_bytes()).split("\0")
     except FileNotFoundError:
         return
     for draft in drafts:
@@ -83,7 +83,7 @@ def _count(draft: str, change: int) -> None:
             del _drafts[draft]
         for marker in _markers:
             if _drafts:
-                marker.write_text("\n".join(_drafts))
+                marker.write_bytes(os.fsencode("\0".join(_drafts)))
             else:
                 marker.unlink(missing_ok=True)
         _changed.notify_all()

@@ -88,7 +88,9 @@ class StdStreams:
     def print_error_line(self, line: str) -> None:
         """Print a line where the job's errors go, on any rank."""
         _flush()
-        os.write(self._saved[2] if self._saved else 2, f"{line}\n".encode())
+        os.write(
+            self._saved[2] if self._saved else 2, f"{line}\n".encode(errors="backslashreplace")
+        )
 
     def show_warning(self, text: str, show_as_usual: Callable[[], None]) -> None:
         """Show a warning of work that each rank does for its own rows: once, whoever warns."""
