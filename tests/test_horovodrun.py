@@ -292,6 +292,7 @@ def test_every_name_in_the_finder_has_an_implementation():
         "assert hvd.mpi_ops.Sum is hvd.Sum\n"
         "import horovod.runner\n"
         "assert horovod.run is horovod.runner.run\n"
+        "assert horovod.__version__ == '0.28.1'\n"
         "assert not hasattr(horovod, 'walk')\n"
         "from horovod.common.util import gloo_built\n"
         "from horovod.runner.common.util import codec, env\n"

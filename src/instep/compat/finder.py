@@ -6,7 +6,7 @@ An installed package comes first: the hook finds a name only if no other finder 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -31,8 +31,8 @@ IMPLEMENTATIONS = {
 """The package of instep that is imported under each name, submodules included. The first name
 that fits counts; the parents of these names become empty packages."""
 
-_ATTRIBUTES = {"horovod": ("run", "instep.launch.horovod_runner")}
-"""Of an empty package: a name in it, and the package of instep that has it."""
+_ATTRIBUTES = {"horovod": (("__version__", "run"), "instep.launch.horovod_runner")}
+"""Of an empty package: names in it, and the package of instep that has them."""
 
 _REPLACED = {
     "apex.amp.lists": "amp.register_half_function, register_float_function, "
@@ -147,15 +147,15 @@ class _AliasLoader(Loader):
 
 
 class _EmptyLoader(Loader):
-    """Makes an empty package, in which the name of `_ATTRIBUTES` is imported at its first use."""
+    """Makes an empty package, which imports the names of `_ATTRIBUTES` at their first use."""
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in _ATTRIBUTES:
-            name, home = _ATTRIBUTES[module.__name__]
-            vars(module)["__getattr__"] = partial(_attribute, module.__name__, name, home)
+            names, home = _ATTRIBUTES[module.__name__]
+            vars(module)["__getattr__"] = partial(_attribute, module.__name__, names, home)
 
 
-def _attribute(package: str, name: str, home: str, asked: str) -> Any:
-    if asked != name:
+def _attribute(package: str, names: Collection[str], home: str, asked: str) -> Any:
+    if asked not in names:
         raise AttributeError(f"module {package!r} has no attribute {asked!r}")
-    return getattr(import_module(home), name)
+    return getattr(import_module(home), asked)
