@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -328,6 +329,21 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count(last) == done.stderr.count("instep: rank") == 1
     assert done.stderr.startswith(f"instep: rank {int('rank_1' in ending)} of 2 ")
+
+
+@pytest.mark.launch
+def test_a_rank_that_waits_in_vain_ends_whatever_the_name_of_the_script(place: Place) -> None:
+    text = """
+        import torch
+        model, x = torch.nn.Linear(4, 1), torch.ones(4, 4)
+        model(x).sum().backward()
+        from instep.unedited import session
+        if session.current().world.rank == 0:
+            model(x).sum().backward()
+    """
+    done = place.run("n2", *RUN, "2", place.script(text, os.fsdecode(b"\xff.py")))
+    assert done.returncode == 1
+    assert re.search(r"rank 0 waits in call_module at .*\\udcff\.py:7\n", done.stderr)
 
 
 @pytest.mark.launch

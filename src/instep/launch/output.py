@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from instep.errors import CommandLineError
+from instep.process import write_text
 from instep.process.failure import Failure
 
 STDOUT, STDERR = 1, 2
@@ -111,7 +112,7 @@ class FolderOutput:
                 with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(failure.text)
             except OSError as error:  # the disk is full; the report on the terminal has the rest
-                os.write(STDERR, f"instep: cannot write {path}: {error.strerror}\n".encode())
+                write_text(STDERR, f"instep: cannot write {path}: {error.strerror}\n")
 
 
 class PrefixedOutput:

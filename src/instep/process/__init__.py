@@ -44,6 +44,12 @@ def print_line(text: object) -> None:
     print(f"instep: {text}", file=sys.stderr, flush=True)
 
 
+def write_text(fd: int, text: str) -> None:
+    """Write text by a file descriptor; bytes of a path that are no UTF-8 are written as Python's
+    tracebacks write them."""
+    os.write(fd, text.encode(errors="backslashreplace"))
+
+
 def isolated_command(module: str, *arguments: str) -> list[str]:
     """The command that calls `main` of a module that needs the standard library only.
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
 from instep.distributed.flight_record.script_line import script_frame
-from instep.process import PACKAGE_FOLDER, frames_from
+from instep.process import PACKAGE_FOLDER, frames_from, write_text
 from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.compare.side_effects import PendingWarning, defer_warning
@@ -88,9 +88,7 @@ class StdStreams:
     def print_error_line(self, line: str) -> None:
         """Print a line where the job's errors go, on any rank."""
         _flush()
-        os.write(
-            self._saved[2] if self._saved else 2, f"{line}\n".encode(errors="backslashreplace")
-        )
+        write_text(self._saved[2] if self._saved else 2, f"{line}\n")
 
     def show_warning(self, text: str, show_as_usual: Callable[[], None]) -> None:
         """Show a warning of work that each rank does for its own rows: once, whoever warns."""

@@ -38,7 +38,7 @@ from instep.distributed.watchdog.call_stack import (
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.stalls import python_stacks
 from instep.distributed.watchdog.torch_trace import traced_steps
-from instep.process import isolated_command, pending_writes, settings
+from instep.process import isolated_command, pending_writes, settings, write_text
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler, write_position
 from instep.process.tracebacks import (
@@ -238,7 +238,7 @@ class WatcherClient:
         self._decided.wait(DECISION_SECONDS)
         if not self._is_first:
             time.sleep(DECISION_SECONDS)  # the watcher ends this rank meanwhile
-        os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
+        write_text(2, self._headline)  # torch's own hook around this one catches prints
 
     # ------------------------------------------------------------------------- from the watcher
 
@@ -287,7 +287,7 @@ class WatcherClient:
         """End this rank with an error that the main thread, which is blocked, cannot raise."""
         stack = format_main_thread_stack()
         if FAILURE_FILE not in os.environ:
-            os.write(2, f"instep: {text}\n{stack}".encode())
+            write_text(2, f"instep: {text}\n{stack}")
         self._exit(1, f"{text}\n{stack}", awaited_rank)
 
     def _exit(self, code: int, reason: str, awaited_rank: int | None = None) -> None:

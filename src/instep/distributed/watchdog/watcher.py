@@ -7,7 +7,6 @@ stays until all have ended.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -23,6 +22,7 @@ from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.distributed.watchdog.progress_checks import ProgressChecks
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
+from instep.process import write_text
 from instep.process.exit_status import format_failure, ranks_of, shell_exit_code
 from instep.process.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
@@ -278,7 +278,7 @@ class Watcher:
             if first["rank"] == self._rank or (lost and self._rank == 0):
                 text = f"{first['headline']}\n{first.get('last_position', '')}"
                 with suppress(OSError):  # the launcher, which reads it, may have ended
-                    os.write(2, text.encode())
+                    write_text(2, text)
         self._loop.stop()
 
     def _abort(self, text: str, awaited_rank: int | None = None) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from instep.distributed.watchdog.stalls import job_socket
 from instep.errors import CommandLineError
-from instep.process import print_line
+from instep.process import print_line, write_text
 
 WHERE = """\
 Print what each rank of a running job does now: the collective in which it waits, or the line of the
@@ -76,4 +75,4 @@ def print_report(pids: Sequence[int], *, status: bool) -> None:
     reply = job_socket.request(jobs[-1], question) if jobs else None
     text = reply or "the ranks have not met yet"
     head = "instep:\n" if "\n" in text else "instep: "
-    os.write(2, f"{head}{text}\n".encode())
+    write_text(2, f"{head}{text}\n")

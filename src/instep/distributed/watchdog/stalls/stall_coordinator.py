@@ -5,7 +5,6 @@ A survey asks every watcher for the state of its rank and merges the replies.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Set
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls import report
+from instep.process import write_text
 from instep.process.exit_status import format_ranks
 
 REPLY_SECONDS = 6.0
@@ -151,7 +151,7 @@ class StallCoordinator:
                 self._file, self._path = tempfile.mkstemp(
                     ".txt", f"instep-stacks-{self._rank_pid}-"
                 )
-            os.write(self._file, text.encode())
+            write_text(self._file, text)
         except OSError:
             return False
         return True
@@ -170,6 +170,6 @@ class StallCoordinator:
 
 def _print(text: str) -> None:
     try:
-        os.write(_STDERR, text.encode())
+        write_text(_STDERR, text)
     except OSError:
         return
