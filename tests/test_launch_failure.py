@@ -17,6 +17,7 @@ import pytest
 
 from instep.launch.reaper import end_ranks
 from instep.process import PACKAGE_FOLDER
+from instep.process.exit_status import system_exit_code
 from instep.process.failure import (
     DETECTION_DELAY,
     Failure,
@@ -183,6 +184,13 @@ def test_the_exit_code_is_that_of_the_rank(
     assert result.returncode == code
     assert f"rank 1 of 2 {said}" in result.stderr
     assert result.stderr.count("no data") == said.count("no data")
+
+
+@pytest.mark.parametrize(
+    ("given", "code"), [(None, 0), (256, 0), (-1, 255), (True, 1), ("", 1), ("no data", 1)]
+)
+def test_the_system_keeps_eight_bits_of_an_exit_code(given: object, code: int) -> None:
+    assert system_exit_code(SystemExit(given)) == code
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "sys.exit(0)", "sys.exit(256)"])

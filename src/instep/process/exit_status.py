@@ -27,8 +27,9 @@ def describe_early_exit(waiting: int) -> str:
 
 def system_exit_code(leaving: SystemExit) -> int:
     """The exit code of a process that `leaving` ends."""
-    code = leaving.code or 0
-    return code & 0xFF if isinstance(code, int) else 1
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
 def shell_exit_code(code: int | None) -> int:
