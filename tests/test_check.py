@@ -48,6 +48,13 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (23, "INS103"),
         (27, "INS103"),
     ],
+    "early_stopping.py": [
+        (23, "INS106"),
+        (36, "INS106"),
+        (39, "INS106"),
+        (51, "INS106"),
+        (67, "INS210"),
+    ],
     "explicit_shares.py": [
         (16, "INS209"),
         (23, "INS209"),
@@ -79,6 +86,13 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (64, "INS605"),
         (85, "INS208"),
         (89, "INS602"),
+    ],
+    "leftovers_of_ddp.py": [
+        (11, "INS401"),
+        (12, "INS310"),
+        (13, "INS310"),
+        (22, "INS310"),
+        (23, "INS310"),
     ],
     "means_unused.py": [(23, "INS201")],
     "not_replicated.py": [(13, "INS309")],

@@ -332,6 +332,14 @@ def test_a_script_that_calls_shard_is_told_that_its_batches_are_divided(
     )
 
 
+def test_a_script_that_forgets_shard_is_told_that_its_runs_may_be_identical(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import instep\nmodel = instep.replicate(model)\n")
+    reason = static_opt_out.find_opt_out(["train.py"])
+    assert reason == "train.py uses instep itself"
+    assert static_opt_out.batch_effect(reason) is BatchEffect.UNSHARDED
+
+
 def test_a_script_that_uses_horovod_is_told_what_its_batch_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import horovod.torch as hvd\n")

@@ -264,16 +264,27 @@ def test_a_loader_of_another_class_is_cut_batch_by_batch():
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("kind", ["iterator", "data set", "samples", "string", "set"])
-def test_what_could_be_iterated_but_is_no_loader_is_refused(kind):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("iterator", "a batch is tensors"),
+        ("string", "a batch is tensors"),
+        ("set", "a batch is tensors"),
+        ("data set", r"instep\.shard\(DataLoader\(dataset, batch_size\)\)"),
+        ("samples", "a batch is tensors"),
+        ("model", r"instep\.replicate\(model\)"),
+    ],
+)
+def test_what_is_neither_a_loader_nor_a_batch_is_refused(kind, said):
     what = {
         "iterator": iter(Batches()),
         "data set": Endless(),
         "samples": Samples(),
         "string": "rows",
         "set": {1, 2},
+        "model": torch.nn.Linear(1, 1),
     }
-    with pytest.raises(CannotShardError, match="a batch is tensors"):
+    with pytest.raises(CannotShardError, match=said):
         instep.shard(what[kind])
 
 

@@ -363,6 +363,8 @@ def test_models_that_cannot_be_replicated_say_why():
         instep.replicate(nn.Linear(2, 2, device="meta"))
     with pytest.raises(TrainingError, match="weight has no shape yet; call the model once"):
         instep.replicate(nn.LazyLinear(2))
+    with pytest.raises(TypeError, match=r"takes a model .* not list; loaders"):
+        instep.replicate([nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="'global' or 'rank', not 'local'"):
         instep.replicate(nn.Linear(2, 2), batch_statistics="local")
 

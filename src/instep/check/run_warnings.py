@@ -218,7 +218,8 @@ all ranks get those of one.""",
         """\
 The script divides its work itself: it uses instep's functions, a process group, Horovod or
 DistributedDataParallel, or asks a trainer for several devices. The line says why, and what this
-means for the batch. For a script that calls `instep.shard` it is only information: all is well. If
+means for the batch. For a script that calls `instep.shard` it is only information: all is well. In
+one that calls other functions of instep only, `instep.shard(loader)` may have been forgotten. If
 instep is to divide the script by itself, remove those calls. `--plain` says that this is meant, and
 there is no line.""",
     ),

@@ -136,6 +136,11 @@ def replicate(
         if scope not in get_args(Scope):
             raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
     check_compression(compression)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"instep.replicate takes a model (a torch.nn.Module), not {type(model).__name__}; "
+            "loaders and optimizers are for instep.shard."
+        )
     for name, module in model.named_modules():
         if module in replica_of_part:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")

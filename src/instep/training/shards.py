@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -94,6 +94,14 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
     if isinstance(what, Optimizer):
         shard_optimizer(what)
         return what
+    if isinstance(what, Dataset):
+        raise CannotShardError(
+            "a data set is divided by its loader: instep.shard(DataLoader(dataset, batch_size))."
+        )
+    if isinstance(what, nn.Module):
+        raise CannotShardError(
+            "a model is not divided: instep.replicate(model) keeps it the same on all ranks."
+        )
     return _shard_batch(what)
 
 

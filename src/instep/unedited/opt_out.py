@@ -29,6 +29,10 @@ class BatchEffect(StrEnum):
     )
     PER_RANK = "Its batch is then {n} times larger, with 1/{n} of the steps."
     IDENTICAL = "These are {n} identical runs."
+    UNSHARDED = (
+        "It does not call instep.shard: if it does not divide its data otherwise, these are {n} "
+        "identical runs."
+    )
     SAME = ""
     """The script divides the batch that it names."""
     SHARDED = "each rank runs it as written, and instep.shard divides the batches."

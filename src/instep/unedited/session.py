@@ -133,7 +133,7 @@ def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
     """Print one line on rank 0 of several."""
     if world.size == 1:
         return
-    if effect not in (BatchEffect.SAME, BatchEffect.SHARDED):
+    if effect not in (BatchEffect.SAME, BatchEffect.SHARDED, BatchEffect.UNSHARDED):
         _reasons.append(reason)
     if world.rank == 0 and launchers.RESTARTS not in os.environ:
         line = f"every rank runs this script as it is, since {reason}."

@@ -293,3 +293,87 @@ def _has_all_samples(info: ScriptInfo, made: ast.expr) -> bool:
         for own in info.script.all(ast.ClassDef)
         if own.name == word
     )
+
+
+@rule("INS310", Severity.ERROR, "A part of DistributedDataParallel is left in a script for instep.")
+def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
+    """In place of DistributedDataParallel and DistributedSampler a script for instep has
+    `instep.replicate(model)` and `instep.shard(loader)`. A DistributedSampler that stays gives each
+    rank batches of its own: `instep.shard` refuses to divide them again, and without it the batch
+    of the job is N times that of one process, with 1/N of the steps. `model.module` is an
+    AttributeError, since `replicate` returns the model itself and no wrapper; so is `set_epoch`,
+    which nothing needs: each epoch has an order of its own.
+
+    ## Bad
+    ```python
+    import instep
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model = instep.replicate(net)
+    sampler = DistributedSampler(train_set)
+    for epoch in range(90):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(train_set, batch_size=64, sampler=sampler):
+            loss_function(model(x), y).backward()
+    ```
+
+    ## Good
+    ```python
+    import instep
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = instep.replicate(net)
+    loader = instep.shard(DataLoader(train_set, batch_size=64, shuffle=True))
+    for epoch in range(90):
+        for x, y in loader:
+            loss_function(model(x), y).backward()
+    ```
+    """
+    replicas = [*info.script.calls_of("instep.replicate")]
+    shards = [*info.script.calls_of("instep.shard")]
+    for loader in info.loaders if replicas and not info.ddp_calls else ():
+        if info.sampler_of(loader) is not None:
+            is_sharded = any(loader in info.origins.calls(each.args[0]) for each in shards)
+            yield Hit(
+                loader,
+                "this loader has a DistributedSampler, and instep.shard divides its batches again"
+                if is_sharded
+                else "this loader has a DistributedSampler in place of instep.shard",
+                "from N = 2 on, instep.shard refuses it"
+                if is_sharded
+                else "with N processes the batch of the job is N times that of one process",
+                "instep.shard(DataLoader(dataset, batch_size, shuffle=True))",
+            )
+    for asked in info.script.all(ast.Attribute):
+        own, name = info.script.source(asked.value), asked.attr
+        sharded = name == "set_epoch" and any(c in shards for c in info.origins.calls(asked.value))
+        if not sharded and not (name == "module" and _is_replicated(info, asked.value)):
+            continue
+        if not _may_be_missing(info, asked):
+            yield Hit(
+                asked,
+                f"{own} has no attribute {name}",
+                "at any N, an AttributeError",
+                "# delete it: each epoch has an order of its own" if sharded else own,
+            )
+
+
+def _may_be_missing(info: ScriptInfo, asked: ast.Attribute) -> bool:
+    """Whether a script looks first whether there is such an attribute, or defines it itself."""
+    defined = any(
+        isinstance(each.ctx, ast.Store) and each.attr == asked.attr
+        for each in info.script.all(ast.Attribute)
+    )
+    return defined or any(
+        isinstance(above, ast.Try)
+        or (
+            isinstance(above, ast.If | ast.IfExp)
+            and any(
+                info.script.call_name(each) in {"hasattr", "isinstance"}
+                for each in ast.walk(above.test)
+            )
+        )
+        for above in info.script.ancestors(asked)
+    )

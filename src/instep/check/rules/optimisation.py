@@ -102,8 +102,10 @@ def _scalings(info: ScriptInfo) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str
             name = info.script.dotted_name(rate)
             above = info.script.parent(product)
             given = isinstance(above, ast.keyword) and above.arg == "lr"
-            if (given or _is_rate(name)) and info.ranks.is_world_size(factor):
-                yield product, name or info.script.source(rate), _target(info, product)
+            target = _target(info, product)
+            is_rate = given or _is_rate(name) or (_is_rate(target) and constant(rate) is not None)
+            if is_rate and info.ranks.is_world_size(factor):
+                yield product, name or info.script.source(rate), target
 
 
 def _target(info: ScriptInfo, product: ast.BinOp) -> str:

@@ -1,4 +1,4 @@
-"""INS106, INS210, INS309, INS407: decisions, metrics and models of one rank's rows."""
+"""INS210, INS309, INS407: metrics, models and learning rates of one rank's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.check.finding import Hit, Severity, rule
 from instep.check.rules import counting
 from instep.check.script_info import ScriptInfo
 
-_DEPTH = 4
+DEPTH = 4
 _COMBINING = {
     "numpy.array", "numpy.concatenate", "numpy.hstack", "numpy.mean", "numpy.vstack",
     "statistics.fmean", "statistics.mean", "torch.cat", "torch.stack", "torch.tensor",
@@ -24,84 +24,11 @@ _MEND = (
 )
 
 
-@rule("INS106", Severity.ERROR, "One rank's rows decide which steps it takes.")
-def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
-    """`instep.shard(loader)` hands each rank other rows, and so does a DistributedSampler. A loss,
-    or the number of rows, is then another on each. Where it decides whether a step is left out or
-    the training ends, some ranks go on without the others: from N = 2 on, DistributedDataParallel
-    waits for ever, and instep ends with an error that names the line. Decide by a number that is
-    equal on all ranks.
-
-    ## Bad
-    ```python
-    import instep
-    from torch.utils.data import DataLoader
-
-    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
-        loss = loss_function(model(x), y)
-        if loss.item() > 10:
-            continue
-        loss.backward()
-    ```
-
-    ## Good
-    ```python
-    import instep
-    from torch.utils.data import DataLoader
-
-    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
-        loss = loss_function(model(x), y)
-        if instep.all_reduce(loss.detach(), "mean") > 10:
-            continue
-        loss.backward()
-    ```
-    """
-    reduction = 'instep.all_reduce(loss.detach(), "mean")'
-    if info.ddp_calls:
-        reduction = "dist.all_reduce(value)"
-    for branch in info.script.all(ast.If):
-        leaving = [each for each in branch.body if isinstance(each, ast.Break | ast.Continue)]
-        outer = [*info.script.parent_loops(branch)]
-        if not leaving or not outer or counting.is_reduced_nearby(info, branch):
-            continue
-        calls = info.script.calls_inside(outer[0])
-        if any(call in info.backward_calls for call in calls) and _is_decided_by_rows(info, branch):
-            test = info.script.source(branch.test)
-            yield Hit(
-                branch,
-                f"{test} is decided by this rank's rows",
-                "from N = 2 on, ranks leave out other steps than the others, or than one process",
-                f"{reduction}  # decide by this: all ranks have it",
-            )
-
-
-def _has_own_rows(info: ScriptInfo, loop: ast.For) -> bool:
+def has_own_rows(info: ScriptInfo, loop: ast.For) -> bool:
     """Whether a loop runs over instep.shard(…), or over a loader with a DistributedSampler."""
     made = [call for call in info.origins.calls(info.loop_source(loop)) if call in info.loaders]
     is_sampled = bool(made) and all(info.sampler_of(loader) for loader in made)
     return is_sampled or counting.sharded_loader(info, loop.iter) is not None
-
-
-def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
-    """Whether a test depends on the rows that a loop gives this rank, around the test or before."""
-    if info.script.call_name(branch.test) == "isinstance":
-        return False
-    around = [*info.script.parent_loops(branch)]
-    for loop in info.script.all(ast.For):
-        if not _has_own_rows(info, loop):
-            continue
-        if loop in around and _depends_on_rows(info, loop, branch.test, _DEPTH):
-            return True
-        if loop in around or not info.script.is_inside(loop, around[0]):
-            continue
-        tested = {info.script.dotted_name(each) for each in ast.walk(branch.test)} - {""}
-        for changed in info.script.all(ast.AugAssign):
-            is_tested = info.script.dotted_name(changed.target) in tested
-            if not is_tested or not info.script.is_inside(changed, loop):
-                continue
-            if _depends_on_rows(info, loop, changed.value, _DEPTH):
-                return True
-    return False
 
 
 @rule("INS210", Severity.WARNING, "A metric is that of one rank's rows of instep.shard(loader).")
@@ -190,7 +117,7 @@ def _uses_of_kept_values(info: ScriptInfo) -> Iterator[tuple[str, ast.expr]]:
         ]
         if not loops or not name or not call.args or counting.is_reduced_nearby(info, call):
             continue
-        if not _depends_on_rows(info, loops[0], call.args[0], _DEPTH):
+        if not depends_on_rows(info, loops[0], call.args[0], DEPTH):
             continue
         made = [info.script.full_name(each) for each in info.origins.calls(owner)]
         if any(each.startswith(("instep.", "torchmetrics.")) for each in made):
@@ -217,7 +144,7 @@ def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:
             yield call
 
 
-def _depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
+def depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
     """Whether a value is computed from what the loop runs over."""
     rows = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
     if "enumerate" in map(info.script.call_name, ast.walk(loop.iter)):
@@ -229,7 +156,7 @@ def _depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int
         if name.id in rows:
             return True
         for bound in info.origins.bindings(name):
-            if info.script.is_inside(bound.statement, loop) and _depends_on_rows(
+            if info.script.is_inside(bound.statement, loop) and depends_on_rows(
                 info, loop, bound.value, depth - 1
             ):
                 return True
@@ -337,7 +264,7 @@ def _plateau_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
         made = map(info.script.full_name, info.origins.calls(info.script.owner(call)))
         if not call.args or not any(name.endswith(".ReduceLROnPlateau") for name in made):
             continue
-        if _is_of_own_rows(info, call.args[0], _DEPTH):
+        if _is_of_own_rows(info, call.args[0], DEPTH):
             value = info.script.source(call.args[0])
             yield Hit(
                 call,
@@ -368,7 +295,7 @@ def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
         if info.script.call_name(node) == "compute":
             return False
     if isinstance(node, ast.Name):
-        if any(_has_own_rows(info, loop) for loop in counting.adding_loops(info, node, node.id)):
+        if any(has_own_rows(info, loop) for loop in counting.adding_loops(info, node, node.id)):
             return True
         bound = info.origins.bindings(node)
         if any(_is_in_loop_of_own_rows(info, each.statement) for each in bound):
@@ -383,6 +310,6 @@ def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
 
 def _is_in_loop_of_own_rows(info: ScriptInfo, place: ast.AST) -> bool:
     return any(
-        isinstance(loop, ast.For) and _has_own_rows(info, loop)
+        isinstance(loop, ast.For) and has_own_rows(info, loop)
         for loop in info.script.parent_loops(place)
     )

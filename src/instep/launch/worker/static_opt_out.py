@@ -35,6 +35,8 @@ def batch_effect(reason: str) -> BatchEffect:
     """What becomes of the batch of a script that opts out for this reason."""
     if reason == _OWN_GROUP or reason.endswith("uses horovod itself"):
         return BatchEffect.UNKNOWN
+    if reason.endswith("uses instep itself"):
+        return BatchEffect.UNSHARDED
     return BatchEffect.SHARDED if reason.endswith(_CALLS_SHARD) else BatchEffect.SAME
 
 
