@@ -103,8 +103,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--gloo", action="store_true", help="accepted; Gloo is used anyway")
     parser.add_argument("--no-stall-check", action="store_true", help="do not report late ranks")
-    for flag in _VARIABLES:
-        parser.add_argument(flag, metavar="X")
+    for flag, variable in _VARIABLES.items():
+        parser.add_argument(flag, metavar="X", help=f"sets {variable} for the ranks")
     elastic_flags.add_flags(parser)
     for flag in _UNUSED:
         parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)

@@ -68,7 +68,7 @@ def _notes(report: Report) -> list[str]:
             "same, but it is not faster. `instep run` prints the reason."
         )
     if report.compare_with_python:
-        notes.append(f"one process of instep is not plain Python: {report.compare_with_python}.")
+        notes.append(f"n = 1 differs from plain Python, without instep: {report.compare_with_python}.")
     return notes
 
 

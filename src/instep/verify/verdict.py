@@ -205,7 +205,7 @@ def compare_with_python(
 ) -> str | None:
     """How one process under instep differs from the script without instep, in one sentence."""
     if plain is None:
-        return "the script does not run in plain Python without instep's two lines"
+        return "the script fails there"
     for k in range(min(oracle.steps, plain.steps)):
         ours, theirs = oracle.at(k)[0], plain.at(k)[0]
         if (
@@ -222,8 +222,8 @@ def compare_with_python(
             same_order = _have_same_order(oracle, plain)
             if same_order is False:
                 return (
-                    "the samples come in another order: instep draws it from a stream of its own, "
-                    "the same on all ranks"
+                    "the samples come in another order, which instep draws from a stream of its "
+                    "own, the same on all ranks"
                 )
             return (
                 f"{'' if same_order else 'the samples have other contents: '}random augmentation "

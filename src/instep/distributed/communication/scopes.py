@@ -127,7 +127,7 @@ def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError(
-            "instep.progress needs tqdm. Install it with: pip install 'instep[progress]'"
+            "instep.progress needs tqdm. Install it with: pip install tqdm"
         ) from error
     return tqdm(iterable, **({"disable": bootstrap.current().rank != 0} | options))
 
