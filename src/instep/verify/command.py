@@ -73,9 +73,7 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     for path in (asked.json, asked.plot):
         _check_writable(path)
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandLineError(
-            "--plot needs matplotlib. Install it with: pip install matplotlib"
-        )
+        raise CommandLineError("--plot needs matplotlib. Install it with: pip install matplotlib")
     if asked.bitwise is not None and (asked.json is not None or asked.plot is not None):
         raise CommandLineError("--bitwise prints its report; leave --json and --plot out.")
     # Not at the top: they import torch, and `instep run` must start without.

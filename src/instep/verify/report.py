@@ -67,8 +67,8 @@ def _notes(report: Report) -> list[str]:
             f"at n = {undivided} every rank computed every sample: the numbers are the "
             "same, but it is not faster. `instep run` prints the reason."
         )
-    if report.compare_with_python:
-        notes.append(f"n = 1 differs from plain Python, without instep: {report.compare_with_python}.")
+    if reason := report.compare_with_python:
+        notes.append(f"n = 1 differs from plain Python, without instep: {reason}.")
     return notes
 
 
