@@ -93,6 +93,7 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (13, "INS310"),
         (22, "INS310"),
         (23, "INS310"),
+        (26, "INS401"),
     ],
     "means_unused.py": [(23, "INS201")],
     "not_replicated.py": [(13, "INS309")],
@@ -527,6 +528,24 @@ def test_with_a_global_batch_no_learning_rate_is_scaled() -> None:
     )
     assert checked(text.format(" * instep.world_size")) == ["INS401"]
     assert checked(text.format("")) == []
+
+
+def test_outputs_that_are_joined_are_to_be_gathered() -> None:
+    text = """
+import instep, torch
+from torch.utils.data import DataLoader
+loader, model = instep.shard(DataLoader(data, 64)), instep.replicate(net)
+outputs, losses = [], []
+for x, y in loader:
+    outputs.append(model(x))
+    losses.append(loss(model(x), y).item())
+print(torch.cat(outputs))
+print(sum(losses))
+"""
+    found = check_script(Script("train.py", text), [RULES["INS210"]])
+    assert [each.mend.partition("  #")[0] for each in found] == [
+        "outputs.append(instep.gather_rows(value))", "mean = instep.Mean()",
+    ]  # fmt: skip
 
 
 def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:

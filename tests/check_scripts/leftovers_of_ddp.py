@@ -23,4 +23,5 @@ for epoch in range(9):
     state = model.module.state_dict()
     if hasattr(model, "module"):
         state = model.module.state_dict()
+    steps = len(whole) // instep.world_size
     state = (model.module if isinstance(model, DistributedDataParallel) else model).state_dict()

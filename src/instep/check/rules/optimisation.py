@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
+from instep.check.rules import counting
 from instep.check.script import constant, keyword
 from instep.check.script_info import ScriptInfo, split_words
 
@@ -22,7 +23,8 @@ SMALL_BATCH = 16
 def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
     """The linear rule multiplies the learning rate by N because the batch grew N times. Done
     in two places it grows N² times (16 times with N = 4). With `instep.shard` the batch does
-    not grow at all, and any scaling is one too many, also a batch size that is divided by N.
+    not grow at all, and any scaling is one too many, also a batch size or a number of steps that
+    is divided by N.
 
     ## Bad
     ```python
@@ -65,6 +67,14 @@ def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
             "with N processes the learning rate is N times too large",
             f"{name}  # without the factor",
         )
+    for share in info.script.all(ast.BinOp):
+        if _is_share_of_steps(info, share):
+            yield Hit(
+                share,
+                f"{info.script.source(share.left)} is the number of steps of every rank already",
+                "with N processes a schedule by this number ends after 1/N of the steps",
+                info.script.source(share.left),
+            )
     for loader in info.loaders if any(info.script.calls_of("instep.shard")) else ():
         given = keyword(loader, "batch_size", 1)
         quotient = next(_quotients(info, given), None) if info.has_shard_call(loader) else None
@@ -76,6 +86,14 @@ def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
                 "with N processes the batch of the whole job is 1/N of that of one process",
                 info.script.source(quotient.left),
             )
+
+
+def _is_share_of_steps(info: ScriptInfo, quotient: ast.BinOp) -> bool:
+    """Whether this is `len(loader) // world_size` of a loader that instep.shard divides."""
+    match quotient:
+        case ast.BinOp(ast.Call(ast.Name("len"), [of]), ast.Div() | ast.FloorDiv(), size):
+            return info.ranks.is_world_size(size) and counting.sharded_loader(info, of) is not None
+    return False
 
 
 def _quotients(info: ScriptInfo, size: ast.expr | None) -> Iterator[ast.BinOp]:

@@ -15,6 +15,10 @@ _COMBINING = {
     "statistics.fmean", "statistics.mean", "torch.cat", "torch.stack", "torch.tensor",
 }  # fmt: skip
 """Functions of a list that a loop has filled; `sum` and those of sklearn.metrics, too."""
+_JOINING = {
+    "numpy.concatenate", "numpy.hstack", "numpy.vstack", "torch.cat", "torch.stack",
+}  # fmt: skip
+_GATHER = "{name}.append(instep.gather_rows(value))  # in the loop, on every rank"
 _AVERAGES = {"avg", "average", "global_avg"}
 """Attributes of the meters that scripts define."""
 _MEND = (
@@ -77,7 +81,8 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     for name, place in _uses_of_kept_values(info):
         known = {(info.script.function_of(place), name), info.script.statement_of(place)}
         if not known & seen:
-            yield Hit(place, f"{name} holds values of this rank's rows", happens, _MEND)
+            mend = _GATHER.format(name=name) if _joins_rows(info, place) else _MEND
+            yield Hit(place, f"{name} holds values of this rank's rows", happens, mend)
         seen |= known
     for loop in info.script.all(ast.For):
         if counting.sharded_loader(info, loop.iter) is None:
@@ -91,6 +96,12 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
                 "from N = 2 on, no rank sees the other rows",
                 f"for … in {source}:  # on every rank; print on one",
             )
+
+
+def _joins_rows(info: ScriptInfo, place: ast.AST) -> bool:
+    """Whether this joins the outputs of batches, as for a metric of sklearn, and sums nothing."""
+    full = info.script.full_name(place) if isinstance(place, ast.Call) else ""
+    return full in _JOINING or full.startswith("sklearn.metrics.")
 
 
 def _own_count(info: ScriptInfo, denominator: ast.expr, place: ast.AST) -> str | None:
