@@ -332,7 +332,7 @@ def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     replicas = [*info.script.calls_of("instep.replicate")]
-    shards = [*info.script.calls_of("instep.shard")]
+    shards = [call for call in info.script.calls_of("instep.shard") if call.args]
     for loader in info.loaders if replicas and not info.ddp_calls else ():
         if info.sampler_of(loader) is not None:
             is_sharded = any(loader in info.origins.calls(each.args[0]) for each in shards)
