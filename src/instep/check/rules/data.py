@@ -332,10 +332,11 @@ def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     replicas = [*info.script.calls_of("instep.replicate")]
-    shards = [call for call in info.script.calls_of("instep.shard") if call.args]
+    shards = [*info.script.calls_of("instep.shard")]
     for loader in info.loaders if replicas and not info.ddp_calls else ():
         if info.sampler_of(loader) is not None:
-            is_sharded = any(loader in info.origins.calls(each.args[0]) for each in shards)
+            given = [keyword(each, "what", 0) for each in shards]
+            is_sharded = any(loader in info.origins.calls(each) for each in given)
             yield Hit(
                 loader,
                 "this loader has a DistributedSampler, and instep.shard divides its batches again"
