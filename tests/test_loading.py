@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections import namedtuple
+from collections import deque, namedtuple
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import islice, product
@@ -81,16 +81,20 @@ def same(one, other):
 
 
 class Counting(Dataset):
-    """Knows which samples this process has loaded."""
+    """Knows which samples this process has loaded, by a queue, into which instep does not look."""
 
     def __init__(self, n, make=lambda index: (torch.full((2, 3), float(index)), index)):
-        self.n, self.make, self.loaded = n, make, []
+        self.n, self.make, self._loaded = n, make, queue.SimpleQueue()
+
+    @property
+    def loaded(self):
+        return [self._loaded.get() for _ in range(self._loaded.qsize())]
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, index):
-        self.loaded.append(index)
+        self._loaded.put(index)
         return self.make(index)
 
 
@@ -572,6 +576,105 @@ def test_what_loading_counts_in_an_object_of_the_data_set_every_rank_counts():
         what = ".table['calls']" if by_table else ".calls"
         line = f"loading a sample changes TalliedInside.tallies[0]{what}."
         assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
+
+
+kept_by_all = []
+
+
+class Keeping(Noisy):
+    """Keeps what it has loaded, some of it only, in containers of its own and of its module."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.listed, self.named, self.last = [], {}, deque(maxlen=3)
+        self.times, self.numbers = [0] * 300, set()
+
+    def __getitem__(self, index):
+        if index % 4 == 3:
+            self.listed.append(index)
+            self.named[f"{index}"] = index
+            self.last.append(index)
+            self.numbers.add(index)
+            kept_by_all.append(index)
+            self.times[index] += 1
+        return torch.tensor(index) + (torch.rand(()) if index == 13 else 0)
+
+
+class Weighing(Noisy):
+    """Counts its samples in an array, or in a tensor."""
+
+    def __init__(self, n, counts):
+        super().__init__(n)
+        self.counts = counts
+
+    def __getitem__(self, index):
+        self.counts[index] += 1
+        return torch.tensor(index)
+
+
+@ranks(1, 3)
+def test_what_loading_keeps_in_containers_every_rank_keeps_in_order():
+    kept_by_all.clear()
+    with redirect_stderr(io.StringIO()) as said:
+        data = Keeping(19)
+        order = [0, 1, 2, 13, 4, 18, 15, 17, 3, 12, 7, 5, 14, 8, 9, 11]
+        list(batches(DataLoader(data, 6, sampler=order)))
+    found = [15, 3, 7, 11]
+    assert data.listed == kept_by_all == [*data.named.values()] == found
+    assert [*data.last] == found[-3:]
+    assert data.numbers == {*found}
+    assert [n for n, times in enumerate(data.times) if times] == sorted(found)
+    for counts in (np.zeros(30), np.zeros(3000), torch.zeros(3000)):
+        with redirect_stderr(io.StringIO()):
+            list(batches(DataLoader(Weighing(30, counts), 5)))
+        assert counts.sum() == 30
+    line = "each rank loads all of it: loading a sample changes the variable kept_by_all."
+    assert (line in said.getvalue()) == (instep.rank == 0 and instep.world_size > 1)
+
+
+class Caching(Noisy):
+    """Keeps each sample that it has loaded: `draws` says whether as it was drawn."""
+
+    def __init__(self, n, *, draws):
+        super().__init__(n)
+        self.cache, self.draws = {}, draws
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self._fill(index)
+        return self.cache[index]
+
+    def _fill(self, index):
+        self.cache[index] = torch.tensor(index) + (torch.rand(()) if self.draws else 0)
+
+
+class CountedCache(Caching):
+    """Says how many samples it keeps."""
+
+    def __getitem__(self, index):
+        return self.counted.setdefault(index, torch.tensor(index))
+
+    def __init__(self, n):
+        super().__init__(n, draws=False)
+        self.counted = {}
+
+    def __len__(self):
+        return self.n + 0 * len(self.counted)
+
+
+@ranks(2)
+def test_a_cache_by_index_that_only_loading_reads_is_each_ranks_own():
+    for data, is_shared in (
+        (Caching(16, draws=False), True),
+        (Caching(16, draws=True), False),
+        (CountedCache(16), False),
+    ):
+        fresh()
+        with redirect_stderr(io.StringIO()) as said:
+            first, second = (list(batches(DataLoader(data, 8))) for _ in range(2))
+        assert same(first, second)
+        line = "each rank loads all of it: loading a sample changes"
+        assert (line in said.getvalue()) == (instep.rank == 0 and not is_shared)
 
 
 class Talking(Noisy):

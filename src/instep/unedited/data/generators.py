@@ -30,6 +30,22 @@ def find_generator(dataset: object) -> str | None:
     return None
 
 
+def find_variables(dataset: object) -> list[tuple[str, dict[str, Any]]]:
+    """The global variables of the script that the functions of a data set name, but functions,
+    classes and modules: the name of each, and the dict that holds it."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for _, value in walk([("self", dataset)], _follow, _MAX_OBJECTS):
+        if isinstance(value, types.FunctionType) and is_of_script(value):
+            for _, space in named_spaces(value):
+                found |= {(name, id(space)): space for name in names_in(value.__code__)}
+    left_out = (type, types.FunctionType, types.ModuleType)
+    return [
+        (name, space)
+        for (name, _), space in found.items()
+        if name in space and not isinstance(space[name], left_out)
+    ]
+
+
 def may_set_generator(init: object) -> bool:
     """Whether a worker_init_fn may give the data set of a worker a generator of its own, as in
     `get_worker_info().dataset.rng = default_rng(seed)`."""

@@ -32,8 +32,9 @@ from instep.unedited.data.batch_exchange import (
     exchange_rows,
     finish_exchange,
 )
+from instep.unedited.data.dataset_state import Variable
 from instep.unedited.data.exchange_policy import ExchangePolicy
-from instep.unedited.data.generators import find_generator, may_set_generator
+from instep.unedited.data.generators import find_generator, find_variables, may_set_generator
 from instep.unedited.data.row_loading import (
     LoadedRows,
     LoadedSamples,
@@ -58,6 +59,8 @@ class _KnownDataset:
     passes: int = 0
     generator: str | None = None
     """Where it holds a random generator."""
+    variables: list[Variable] = field(default_factory=list)
+    """The global variables that its functions name."""
     has_warned: bool = False
     worker_loading: WorkerLoading = field(default_factory=WorkerLoading)
 
@@ -89,9 +92,10 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     policy = _known(loader).policies.setdefault(
         (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
     )
+    row_dataset = RowDataset(loader.dataset, loader.collate_fn, _known(loader).variables)
     row_loader = copy.copy(loader)
     vars(row_loader).update(
-        dataset=RowDataset(loader.dataset, loader.collate_fn),
+        dataset=row_dataset,
         batch_sampler=RowBatchSampler(loader.batch_sampler or (), loader.generator, policy),
         collate_fn=no_collate,
     )
@@ -100,7 +104,7 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     batches = original(row_loader)
     if loader.persistent_workers:
         loader._iterator = batches
-    return WholeBatchIterator(batches, loader, policy)
+    return WholeBatchIterator(batches, loader, row_dataset, policy)
 
 
 def is_loading_shared() -> bool:
@@ -223,6 +227,7 @@ def _has_generator(loader: DataLoader[Any]) -> bool:
     if known.passes.bit_count() == 1:
         found = get_transport().all_gather_object(find_generator(loader.dataset))
         known.generator = next(filter(None, found), None)
+        known.variables = find_variables(loader.dataset)
     if loader.num_workers and may_set_generator(loader.worker_init_fn):
         known.generator = known.generator or "which worker_init_fn may make"
     if known.generator:
@@ -258,10 +263,16 @@ class WholeBatchIterator:
     Other attributes are those of torch's own iterator.
     """
 
-    def __init__(self, batches: Any, loader: DataLoader[Any], policy: ExchangePolicy) -> None:
+    def __init__(
+        self,
+        batches: Any,
+        loader: DataLoader[Any],
+        dataset: RowDataset,
+        policy: ExchangePolicy,
+    ) -> None:
         self._batches = batches
         self._row_sampler: RowBatchSampler = self._batches._index_sampler
-        self._dataset = RowDataset(loader.dataset, loader.collate_fn)
+        self._dataset = dataset
         self._loader = loader
         self._policy = policy
         self._row_sampler.channel = self._row_sampler.channel or next(_channels)
@@ -325,12 +336,13 @@ class WholeBatchIterator:
             return batch.error
         self._update_policy(batch, plan)
         if batch.cannot_pack:
-            return self._dataset.__getitems__(plan.whole_request())
+            return self._dataset.load_again(plan)
         if self._policy.loads_rest or batch.prints:
             # With workers the script does not see what a sample changes of the data set itself.
-            dataset = self._loader.dataset
-            copied = copy.copy(dataset) if self._loader.num_workers else dataset
-            RowDataset(copied, self._loader.collate_fn).load_rest(plan, draws=batch.draws)
+            dataset = self._dataset
+            if self._loader.num_workers:
+                dataset = RowDataset(copy.copy(self._loader.dataset), self._loader.collate_fn)
+            dataset.load_rest(plan, draws=batch.draws)
         if batch.samples is not None:
             return LoadedSamples(batch.samples)
         return _pin(self._loader, batch.collated)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -24,6 +24,7 @@ from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
+from instep.unedited.data.dataset_state import DatasetState, Variable
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.loading_effects import LoadingEffects, buffered_prints
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
@@ -170,9 +171,18 @@ class LoadedRows:
 class RowDataset(Dataset[Any]):
     """A dataset that loads the samples of a `RowRequest`, each from its own random stream."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        variables: Sequence[Variable] = (),
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._variables = variables
+        self._restorable: DatasetState | None = None
+        """What the data set held before the latest rows, if all that they have changed can be
+        taken back."""
         self._draws: bool | None = None
         """Whether samples draw from the global generators; None: not known yet."""
 
@@ -187,14 +197,26 @@ class RowDataset(Dataset[Any]):
 
     def load_rest(self, plan: LoadPlan, *, draws: bool) -> None:
         """Load the rows of a batch that `plan.request()` leaves to other ranks, for what loading
-        them changes and prints here; `draws`: whether they draw random numbers."""
+        them changes and prints here; `draws`: whether they draw random numbers.
+
+        The rows of rank 0 are the first. Another rank takes back what its own have changed, if it
+        can, and loads all in their order, which a list shows."""
         own, self._draws = plan.request(), draws
         loaded = {*range(own.first, own.first + len(own.indices))}
         loaded |= set() if own.check is None else {own.check[0]}
+        if self._restorable is not None and plan.block.rank > 0:
+            self._restorable.restore()
+            loaded = set()
         for number, index in enumerate(plan.indices, plan.first):
             if number not in loaded:
                 with rank_local():
                     self._load(RowRequest(plan.seed, number, [index], True))
+
+    def load_again(self, plan: LoadPlan) -> Any:
+        """Load all rows of a batch of which this rank has loaded its own, which cannot be sent."""
+        if self._restorable is not None:
+            self._restorable.restore()
+        return self.__getitems__(plan.whole_request())
 
     def collate(self, samples: list[Any], request: RowRequest) -> Any:
         """The batch of a loader with workers, which collate: from a random stream of its own."""
@@ -219,6 +241,7 @@ class RowDataset(Dataset[Any]):
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
             before = RNGStates.capture()
+            state = self._state(some)
             with buffered_prints() as release:
                 try:
                     samples += self._samples(some)
@@ -228,9 +251,13 @@ class RowDataset(Dataset[Any]):
                 self._draws = not before.equals(RNGStates.capture())
                 if self._draws:  # tried again with its own random numbers
                     before.restore()
+                    state.restore()
                     return None
                 release()
         return samples
+
+    def _state(self, indices: list[Any]) -> DatasetState:
+        return DatasetState(self.dataset, self._variables, indices)
 
     def _seeded_sample(self, seed: int, number: int, index: Any) -> Any:
         _seed_stream(seed, number)
@@ -247,7 +274,8 @@ class RowDataset(Dataset[Any]):
         return samples
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
-        effects = LoadingEffects(self.dataset)
+        checked = [] if request.check is None else [request.check[1]]
+        effects = LoadingEffects(self._state([*request.indices, *checked]))
         start = perf_counter()
         with effects.watching_prints():
             samples = self._load(request)
@@ -262,7 +290,10 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        fields |= {"draws": bool(self._draws), "effect": effects.describe()}
+        draws = bool(self._draws)
+        effect, is_restorable = effects.describe(draws=draws)
+        self._restorable = effects.state if is_restorable else None
+        fields |= {"draws": draws, "effect": effect}
         return LoadedRows(len(samples), seconds, prints=effects.prints, **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import linecache
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from instep.process import is_script_file
@@ -52,3 +54,52 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names of global variables and attributes in a function and in those inside of it."""
     inside = (names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
     return tuple(dict.fromkeys([*code.co_names, *(name for names in inside for name in names)]))
+
+
+def is_named_only_in(name: str, functions: Collection[str]) -> bool:
+    """Whether an attribute is named by these functions of the script's only, and by functions that
+    they alone name; as a text, too, which `getattr` may get."""
+    waiting = [name]
+    known: set[str] = set()
+    while waiting:
+        wanted = waiting.pop()
+        users = {
+            user
+            for table in map(_names_by_function, _script_files())
+            for user, names in table
+            if wanted in names
+        }
+        is_unknown = not users or any(
+            user[0] == "<" or user[:2] == "__" for user in users - {*functions}
+        )
+        if is_unknown:
+            return False
+        waiting += users - known - {*functions}
+        known |= users
+    return True
+
+
+def _script_files() -> Iterator[str]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and is_script_file(file):
+            yield file
+
+
+@functools.cache
+def _names_by_function(file: str) -> list[tuple[str, set[str]]]:
+    """The functions in a file, and the names and texts in each; bodies of classes are left out."""
+    found: list[tuple[str, set[str]]] = []
+
+    def look(code: types.CodeType, function: str) -> None:
+        is_class = not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>"
+        function = function if code.co_name[0] == "<" and function else code.co_name
+        texts = {text for text in code.co_consts if isinstance(text, str)}
+        if not is_class:
+            found.append((function, {*code.co_names, *texts}))
+        for inside in code.co_consts:
+            if isinstance(inside, types.CodeType):
+                look(inside, "" if is_class else function)
+
+    look(compile("".join(linecache.getlines(file)), file, "exec"), "")
+    return found
