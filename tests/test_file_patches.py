@@ -540,6 +540,34 @@ def test_each_rank_has_a_server_of_its_own_at_a_port(
         server.close()
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_the_port_of_a_server_is_the_one_that_the_script_names(
+    rank0_and_rank1: tuple[Rank0Files, OverlayFiles], tmp_path: Path, kind: socket.SocketKind
+) -> None:
+    (tmp_path / "rank1").mkdir()
+    with socket.socket(type=kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    running = []
+    for files in rank0_and_rank1:
+        with all_patches(files):
+            running.append(socket.socket(type=kind))
+            running[-1].bind(address)
+            assert running[-1].getsockname() == address
+    for files, server in zip(rank0_and_rank1, running, strict=True):
+        with all_patches(files), server, socket.socket(type=kind) as client:
+            if kind == socket.SOCK_STREAM:
+                server.listen()
+                client.connect(address)
+                assert client.getpeername() == address
+            else:
+                client.sendto(type(files).__name__.encode(), address)
+                said, sender = server.recvfrom(100)
+                assert said.decode() == type(files).__name__
+                server.sendto(b"answer", 0, sender)
+                assert client.recvfrom(100) == (b"answer", address)
+
+
 def test_sockets_without_a_file_are_left_alone(tmp_path: Path) -> None:
     files = OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
     nameless = f"\0instep-{os.getpid()}"

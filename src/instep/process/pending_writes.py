@@ -22,10 +22,18 @@ MARKER_NAME = "writing"
 """The marker's name in a rank's own folder, where there is no failure file."""
 DRAFT_PREFIX = ".instep-"
 """How the folder of a draft begins; the draft in it has the name of the file that it will be."""
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+"""Flags of open(2) that say that the file may be changed."""
 
 _changed = threading.Condition()
 _drafts: dict[str, int] = {}
 _markers: list[Path] = []
+
+
+def opens_to_write(mode: str | None, flags: int = 0) -> bool:
+    """Whether a file that is opened so may be changed: by the mode of `open`, or, where there is
+    none, the flags of open(2)."""
+    return bool({*mode} & {*"wax+"}) if isinstance(mode, str) else bool(flags & WRITE_FLAGS)
 
 
 def marker_path(failure_file: Path) -> Path:

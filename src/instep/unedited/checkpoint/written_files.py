@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from instep.process.pending_writes import DRAFT_PREFIX
+from instep.process.pending_writes import DRAFT_PREFIX, opens_to_write
 from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 
 LARGEST = 1 << 26
@@ -130,8 +130,7 @@ class WrittenFiles:
 
 def _opened(path: Any, mode: str | None, flags: int) -> Any:
     """The path of a file that is opened for writing; None of any other."""
-    writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & os.O_ACCMODE
-    return path if writes and not isinstance(path, int) else None
+    return path if opens_to_write(mode, flags) and not isinstance(path, int) else None
 
 
 def _content(path: str, size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 from instep.process.patching import Function, replaced
+from instep.process.pending_writes import opens_to_write
 from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
@@ -106,7 +107,7 @@ def open_(
     """For `open`. If the script gives an opener, that calls os.open."""
     files = files_for(file)
     given = opener or (args[5] if len(args) > 5 else None)
-    reads = files is PASSTHROUGH or {*"wax+"}.isdisjoint(mode)
+    reads = files is PASSTHROUGH or not opens_to_write(mode)
     if not reads:
         files.keep(file)
     if isinstance(files, OverlayFiles) and given is None:
@@ -137,23 +138,20 @@ def _opener(path: Any, flags: int) -> int:
     return os.open(path, flags, 0o666)
 
 
-_CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-
-
 @_resolve_dir_fds
 def os_open(
     original: Function, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 ) -> Any:
     """For os.open."""
     files = files_for(path)
-    if flags & _CHANGES:
+    if opens_to_write(None, flags):
         files.keep(path)
     if not isinstance(files, OverlayFiles):
         return original(path, flags, mode, dir_fd=dir_fd)
     with script_paths_in_errors(path):
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             return original(_directory_of_unnamed(files, path), flags, mode)
-        if flags & _CHANGES:
+        if opens_to_write(None, flags):
             return original(files.location_to_write(path, flags), flags | os.O_CREAT, mode)
         fd: int = files.use(
             path, lambda location: original(location, flags, mode), os.close, reads_content=True

@@ -29,6 +29,8 @@ FILE_PATCHES: tuple[Patch, ...] = (
         (os, "getcwdb", os_functions.getcwdb),
         (socket.socket, "connect connect_ex", sockets.socket_connect),
         (socket.socket, "getsockname getpeername", sockets.socket_name),
+        (socket.socket, "sendto", sockets.socket_sendto),
+        (socket.socket, "recvfrom recvfrom_into", sockets.socket_recvfrom),
     ),
     *patches(
         _CHANGES,

@@ -32,7 +32,9 @@ _bound: dict[str, str] = {}
 def socket_name(original: Function, self: Any) -> Any:
     """For getsockname and getpeername."""
     name = original(self)
-    return _bound.get(name, name) if isinstance(name, str) else name
+    if isinstance(name, str):
+        return _bound.get(name, name)
+    return _address_here(self, name, "script-port")
 
 
 def socket_connect(original: Function, self: Any, address: Any) -> Any:
@@ -40,6 +42,24 @@ def socket_connect(original: Function, self: Any, address: Any) -> Any:
     if not _is_unix_path(self, address):
         return original(self, _address_here(self, address))
     return _call_with_short_path(path_to_read(address), lambda path: original(self, path))
+
+
+def socket_sendto(original: Function, self: Any, data: Any, *flags_and_address: Any) -> Any:
+    """For sendto: as for connect."""
+    *flags, address = flags_and_address
+
+    def send(here: Any) -> Any:
+        return original(self, data, *flags, here)
+
+    if not _is_unix_path(self, address):
+        return send(_address_here(self, address))
+    return _call_with_short_path(path_to_read(address), send)
+
+
+def socket_recvfrom(original: Function, self: Any, *args: Any) -> Any:
+    """For recvfrom and recvfrom_into: the sender at the address that the script knows."""
+    received, address = original(self, *args)
+    return received, _address_here(self, address, "script-port")
 
 
 def _bind_port(original: Function, self: Any, address: Any) -> Any:
@@ -50,38 +70,41 @@ def _bind_port(original: Function, self: Any, address: Any) -> Any:
     if not (_has_port(self, address) and address[1] and current_files().layers):
         return original(self, address)
     host, port, *rest = address
-    known = _port_here(port)
+    known = _port_here(port, "port")
     result = original(self, (host, 0 if known == port else known, *rest))
     if known == port:
         with bypass_overlay():
-            os.symlink(str(self.getsockname()[1]), _port_link(port))
+            own = self.getsockname()[1]
+            os.symlink(str(port), _port_link(own, "script-port"))
+            os.symlink(str(own), _port_link(port, "port"))
     return result
 
 
 _LOCAL_HOSTS = {"", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::", socket.gethostname()}
 
 
-def _address_here(self: Any, address: Any) -> Any:
-    """Where the processes of this rank find what the script expects at an address."""
+def _address_here(self: Any, address: Any, kind: str = "port") -> Any:
+    """Where the processes of this rank find what the script expects at an address; with the kind
+    "script-port" the opposite."""
     local = _has_port(self, address) and address[0] in _LOCAL_HOSTS and current_files().layers
     if not local:
         return address
     host, port, *rest = address
-    return (host, _port_here(port), *rest)
+    return (host, _port_here(port, kind), *rest)
 
 
-def _port_here(port: int) -> int:
+def _port_here(port: int, kind: str) -> int:
     """The port that a process of this rank has got in place of `port`; else `port` itself."""
     try:
         with bypass_overlay():
-            return int(os.readlink(_port_link(port)))
+            return int(os.readlink(_port_link(port, kind)))
     except OSError:
         return port
 
 
-def _port_link(port: int) -> Path:
-    """A link in the rank's directory, which its processes share, to the number of its own port."""
-    return Path(current_files().layers[0].directory).parents[1] / f"port-{port}"
+def _port_link(port: int, kind: str) -> Path:
+    """A link in the rank's directory, which its processes share, to the number of a port."""
+    return Path(current_files().layers[0].directory).parents[1] / f"{kind}-{port}"
 
 
 def _has_port(self: Any, address: Any) -> bool:

@@ -15,7 +15,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+from instep.process.pending_writes import WRITE_FLAGS
+
 _AT_FDCWD = -100
 _NO_NEW_PRIVS, _CHILD_SUBREAPER = 38, 36
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
@@ -198,7 +199,7 @@ def _program(arch: int, calls: dict[int, _CallKind]) -> list[tuple[int, int, int
             code += [
                 (equal, 0, 4, number),
                 (load, 0, 0, 16 + 8 * kind.flags),
-                (any_bit, 1, 0, _CHANGES),
+                (any_bit, 1, 0, WRITE_FLAGS),
                 (leave, 0, 0, _ALLOW),
                 (leave, 0, 0, _NOTIFY),
             ]

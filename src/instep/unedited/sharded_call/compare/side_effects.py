@@ -19,6 +19,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
+from instep.process.pending_writes import opens_to_write
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
@@ -203,9 +204,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _current is None or event != "open":
         return
     path, mode, flags = args
-    writes = set(mode) & set("wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
     if (
-        writes
+        opens_to_write(mode, flags)
         and isinstance(path, str | bytes)
         and not any(c in os.fsdecode(path) for c in _CACHES)
     ):
