@@ -632,6 +632,37 @@ def test_what_differs_in_an_unedited_script_is_named(fault, start):
     assert "since a step between 4 and 5" in messages[0]
 
 
+class Centred(nn.Module):
+    """Moves a parameter by the mean of its rows, if that is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.layer.bias.data -= (x.mean() - 5).clamp(min=0)
+        return self.layer(x)
+
+
+def notes_on_centred():
+    model = Centred()
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    with variable("INSTEP_DRIFT_STEPS", "1"), sharding():
+        try:
+            for step in range(1, 20):
+                far = x + 10 if step == 7 else x
+                cross_entropy(model(far), y).backward()
+        except DriftError as error:
+            return error.__notes__
+    return []
+
+
+@ranks(2)
+def test_a_forward_that_changes_parameters_by_data_is_named():
+    (note,) = notes_on_centred()
+    assert note.startswith("instep: Centred names `.data`. If its forward changes a parameter so,")
+
+
 SCRIPT = """\
 import torch
 torch.manual_seed(0)

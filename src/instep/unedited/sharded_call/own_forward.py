@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from instep.unedited.objects.script_code import functions_of, names_in
-from instep.unedited.sharded_call.plan.module_properties import CALL_HOOKS
+from instep.unedited.sharded_call.plan.module_properties import CALL_HOOKS, is_named_in
 
 _FORWARD = "forward"
 
@@ -23,7 +21,7 @@ _FORWARD = "forward"
 @contextmanager
 def as_calls(module: nn.Module) -> Iterator[None]:
     """Inside, a call of the module is under way, and its own calls of `forward` are calls, too."""
-    if not _calls_forward(type(module)) or any(getattr(module, name) for name in CALL_HOOKS):
+    if not is_named_in(type(module), _FORWARD) or any(getattr(module, name) for name in CALL_HOOKS):
         yield
         return
     instance = vars(module)
@@ -53,18 +51,3 @@ def as_calls(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def _calls_forward(kind: type[nn.Module]) -> bool:
-    """Whether a method of the class, but not nn.Module's, names `forward`."""
-    if kind not in _known:
-        _known[kind] = any(
-            _FORWARD in names_in(method.__code__)
-            for each in kind.__mro__
-            if each is not nn.Module and issubclass(each, nn.Module)
-            for method in functions_of(each)
-        )
-    return _known[kind]
-
-
-_known: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()

@@ -21,12 +21,15 @@ from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column, leaves_of
 from instep.unedited.sharded_call.plan.division import is_entries
+from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
+_CLOCK = "a seed from the clock"
 _LENGTH, _DIRECTIONS = 1 << 16, 4
 _BUFFERS = "its buffers are"
+_PARAMETERS = "its parameters are"
 _ARGUMENTS = "it is called with arguments that are"
 
 
@@ -40,7 +43,7 @@ def first_mismatch(
     """
     buffers = dict(module.named_buffers())
     parts = {
-        "its parameters are": [*nn.Module.parameters(module)],
+        _PARAMETERS: [*nn.Module.parameters(module)],
         _ARGUMENTS: _inside(leaves),
         _BUFFERS: [*buffers.values()],
     }
@@ -49,7 +52,8 @@ def first_mismatch(
         return None
     what, place, rank = found
     if what != _BUFFERS or place is None:
-        return WholeReason(_difference(what, rank))
+        by_data = find_user_of_data(module) if what == _PARAMETERS else ""
+        return WholeReason(_difference(what, rank, f"`.data` in {by_data}" if by_data else _CLOCK))
     return WholeReason(
         f"its buffer {[*buffers][place]} is not the same on rank {rank} as on rank 0 (memory that "
         "torch.empty has left as it was, or another thing that differs between processes?)",
@@ -67,10 +71,10 @@ def _inside(leaves: Sequence[Any]) -> list[Any]:
     return [each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else (leaf,))]
 
 
-def _difference(what: str, rank: int) -> str:
+def _difference(what: str, rank: int, cause: str = _CLOCK) -> str:
     return (
         f"{what} not the same on rank {rank} as on rank 0 "
-        "(a seed from the clock, or another thing that differs between processes?)"
+        f"({cause}, or another thing that differs between processes?)"
     )
 
 

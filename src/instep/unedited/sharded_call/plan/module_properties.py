@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from instep.process.torch_private import (
 )
 from instep.training.pytree import MAX_OBJECTS
 from instep.unedited.objects.referents import referents, walk
+from instep.unedited.objects.script_code import functions_of, names_in
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 CALL_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -44,6 +46,30 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
             yield part
             found.add(part)
             waiting += [each for each in reversed(part._modules.values()) if each is not None]
+
+
+def is_named_in(kind: type[nn.Module], name: str) -> bool:
+    """Whether a method of a module's class, but not nn.Module's, names this attribute."""
+    known = _known_names.setdefault(kind, {})
+    if name not in known:
+        known[name] = any(
+            name in names_in(method.__code__)
+            for each in kind.__mro__
+            if each is not nn.Module and issubclass(each, nn.Module)
+            for method in functions_of(each)
+        )
+    return known[name]
+
+
+_known_names: WeakKeyDictionary[type[nn.Module], dict[str, bool]] = WeakKeyDictionary()
+
+
+def find_user_of_data(module: nn.Module) -> str:
+    """The class of a part that names `.data`, by which a forward can change a parameter without a
+    trace in autograd; empty if none does. torch's own do not count."""
+    kinds = dict.fromkeys(map(type, parts_of(module)))
+    own = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return next((kind.__name__ for kind in own if is_named_in(kind, "data")), "")
 
 
 def find_hooks(module: nn.Module, parts: Iterable[nn.Module]) -> tuple[str, tuple[int, ...]]:

@@ -29,9 +29,11 @@ from instep.training.autograd_graph import Root, roots_of
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.drift.whole_gradients import note_backward
+from instep.training.errors import DriftError
 from instep.training.pytree import find_tensors
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
+from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
@@ -215,11 +217,20 @@ def _stack(rows: Sequence[Tensor | None]) -> Tensor | None:
 def _compare_between_ranks(calls: list[CallGradients], transport: Transport) -> list[DriftCheck]:
     """Compare the modules that were called, if it is time to. Collective. Raises DriftError."""
     modules = dict.fromkeys(call.module() for call in calls if call.module is not None)
-    checks = [
-        drift_check_of(each, transport, "compare", is_replica=False)
+    checks = {
+        each: drift_check_of(each, transport, "compare", is_replica=False)
         for each in modules
         if each is not None
-    ]
-    for check in checks:
-        check.end_backward()
-    return checks
+    }
+    for module, check in checks.items():
+        try:
+            check.end_backward()
+        except DriftError as error:
+            if name := find_user_of_data(module):
+                error.add_note(
+                    f"instep: {name} names `.data`. If its forward changes a parameter so, by "
+                    "some rows of the batch only, each rank changes it by its own rows: change it "
+                    "outside of forward."
+                )
+            raise
+    return [*checks.values()]
