@@ -600,6 +600,12 @@ class Keeping(Noisy):
         return torch.tensor(index) + (torch.rand(()) if index == 13 else 0)
 
 
+class OfLibrary(Keeping):
+    """As a class of an installed package."""
+
+    __module__ = "torch"
+
+
 class Weighing(Noisy):
     """Counts its samples in an array, or in a tensor."""
 
@@ -612,11 +618,12 @@ class Weighing(Noisy):
         return torch.tensor(index)
 
 
+@pytest.mark.parametrize("of_library", [False, True])
 @ranks(1, 3)
-def test_what_loading_keeps_in_containers_every_rank_keeps_in_order():
+def test_what_loading_keeps_in_containers_every_rank_keeps_in_order(of_library):
     kept_by_all.clear()
     with redirect_stderr(io.StringIO()) as said:
-        data = Keeping(19)
+        data = (OfLibrary if of_library else Keeping)(19)
         order = [0, 1, 2, 13, 4, 18, 15, 17, 3, 12, 7, 5, 14, 8, 9, 11]
         list(batches(DataLoader(data, 6, sampler=order)))
     found = [15, 3, 7, 11]

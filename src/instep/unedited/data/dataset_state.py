@@ -102,7 +102,7 @@ class DatasetState:
                 contents = _Contents(value, "[{!r}]", self._indices)
                 if not isinstance(value, tuple):
                     restore.append(_keep_container(value))
-            elif is_of_script(type(value)):
+            elif not path or is_of_script(type(value)):
                 restore.append(partial(_set_attributes, value, attributes_of(value)))
                 attributes = _of_classes(value, restore) | attributes_of(value)
                 contents = _Contents(attributes, ".{}", (), has_length=False)
