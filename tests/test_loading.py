@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import queue
 import random
 import re
@@ -40,6 +41,7 @@ from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_fas
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.data.loaders import iterate
+from instep.unedited.data.row_loading import RowDataset, RowRequest
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from pool import ranks, run
 
@@ -682,6 +684,12 @@ def test_a_cache_by_index_that_only_loading_reads_is_each_ranks_own():
         assert same(first, second)
         line = "each rank loads all of it: loading a sample changes"
         assert (line in said.getvalue()) == (instep.rank == 0 and not is_shared)
+
+
+def test_a_worker_that_is_spawned_is_not_sent_variables_of_the_script():
+    rows = RowDataset(Noisy(3), torch.stack, [("square", {"square": lambda x: x * x})])
+    sent = pickle.loads(pickle.dumps(rows))
+    assert len(sent.__getitems__(RowRequest(0, 0, [1, 2], True)).samples) == 2
 
 
 class Talking(Noisy):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -26,7 +26,9 @@ from instep.unedited.objects.script_code import is_named_only_in, is_of_script
 Variable = tuple[str, dict[str, Any]]
 """The name of a global variable, and the dict that holds it."""
 _PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, deque)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, set, deque, *_DICTS)
+"""Those of Python: a class of the script's may load samples as one iterates over it."""
 _MAX_OBJECTS = 64
 _MAX_ENTRIES, _MAX_FOLLOWED = 128, 16
 """Of a container: how many numbers are looked at, and how many objects; beside them, those of the
@@ -98,9 +100,9 @@ class DatasetState:
         found["", 1] = _Contents(variables, "{}", (), has_length=False)
 
         def follow(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-            if isinstance(value, (tuple, *_CONTAINERS)):
+            if type(value) is tuple or type(value) in _CONTAINERS:
                 contents = _Contents(value, "[{!r}]", self._indices)
-                if not isinstance(value, tuple):
+                if type(value) is not tuple:
                     restore.append(_keep_container(value))
             elif not path or is_of_script(type(value)):
                 restore.append(partial(_set_attributes, value, attributes_of(value)))
@@ -125,7 +127,7 @@ class DatasetState:
         """Whether what has got longer is a dict that only `__getitem__` reads, and its new entries
         are kept by index, or are objects kept by name."""
         container, name = before.container, _ATTRIBUTE.fullmatch(path)
-        if not isinstance(container, dict) or name is None:
+        if type(container) not in _DICTS or name is None:
             return False
         new = [*islice(reversed(container.items()), max(0, len(container) - before.length))]
         return bool(new) and (

@@ -186,6 +186,10 @@ class RowDataset(Dataset[Any]):
         self._draws: bool | None = None
         """Whether samples draw from the global generators; None: not known yet."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is spawned: without the script's variables, of which it has others."""
+        return vars(self) | {"_variables": (), "_restorable": None}
+
     def __getitems__(self, request: RowRequest) -> Any:
         with rank_local():
             if not request.is_whole:

@@ -7,7 +7,7 @@ import inspect
 import linecache
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.process import is_script_file
@@ -56,9 +56,15 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *(name for names in inside for name in names)]))
 
 
-def is_named_only_in(name: str, functions: Collection[str]) -> bool:
+def is_named_only_in(name: str, functions: tuple[str, ...]) -> bool:
     """Whether an attribute is named by these functions of the script's only, and by functions that
     they alone name; as a text, too, which `getattr` may get."""
+    return _is_named_only_in(name, functions, len(sys.modules))
+
+
+@functools.cache
+def _is_named_only_in(name: str, functions: tuple[str, ...], modules: int) -> bool:
+    """`modules`: how many there are, since one that is imported later may name it, too."""
     waiting = [name]
     known: set[str] = set()
     while waiting:
