@@ -1,6 +1,7 @@
 """This rank's block of every batch of a loader."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -305,6 +306,62 @@ def test_lists_of_a_batch_are_cut_as_its_tensors_are():
     assert mine["text"] == [texts[k] for k in mine["x"].tolist()]
     assert mine["of all"] == ["two", "words"]
     assert instep.shard(texts) == mine["text"]
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    names: list[str]
+
+
+COLLATES = {
+    "dataclass": lambda xs, names: Record(torch.stack(xs), names),
+    "list of tensors": lambda xs, names: {"x": xs, "names": names},
+    "tuple of dicts": lambda xs, names: ([{"x": x} for x in xs], tuple(names)),
+    "samples": lambda xs, names: list(zip(xs, names, strict=True)),
+}
+READS = {
+    "dataclass": lambda batch: (batch.x, batch.names),
+    "list of tensors": lambda batch: (batch["x"], batch["names"]),
+    "tuple of dicts": lambda batch: ([each["x"] for each in batch[0]], batch[1]),
+    "samples": lambda batch: zip(*batch, strict=True),
+}
+
+
+class Named(IterableDataset):
+    """Samples of three rows, as images have channels."""
+
+    def __iter__(self):
+        return iter([(torch.full((3, k % 2 + 1), float(k)), f"n{k}") for k in range(11)])
+
+
+class Even(Named):
+    def __iter__(self):
+        return iter([(x[:, :1], name) for x, name in super().__iter__()])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("kind", COLLATES)
+def test_batches_of_an_iterable_dataset_may_be_dataclasses_or_lists_of_samples(kind):
+    data = Even() if kind == "dataclass" else Named()
+    collate = COLLATES[kind]
+    loader = DataLoader(data, 4, collate_fn=lambda s: collate(*map(list, zip(*s, strict=True))))
+    found, epoch = [], instep.shard(loader)
+    with torch.no_grad():
+        for batch in epoch:
+            xs, names = READS[kind](batch)
+            found += [(int(x[2, 0]), name) for x, name in zip(xs, names, strict=True)]
+    of_all = instep.all_gather_object(found)
+    assert sorted(each for of_rank in of_all for each in of_rank) == [
+        (k, f"n{k}") for k in range(11)
+    ]
+
+
+@ranks(2)
+def test_lists_that_may_be_read_in_two_ways_are_refused():
+    pairs = [(torch.ones(2), torch.ones(3)), (torch.ones(4), torch.ones(5))]
+    with pytest.raises(CannotShardError, match="or use a map-style data set"):
+        instep.shard(pairs)
 
 
 @ranks(2)

@@ -262,5 +262,47 @@ with the cores of all ranks of its host. The numbers are the same up to rounding
 of threads. [When this is decided](../unedited-scripts.md#when-rank-0-goes-on-alone).
 `INSTEP_DIVIDE=always` keeps all ranks.""",
     ),
+    RunWarning(
+        "INS718",
+        "trained-by-each-rank",
+        "Each rank trains a model of its own on its rows.",
+        """\
+An optimizer steps with other gradients on each rank, after a batch of `instep.shard`, and what it
+trains is in no replica: each rank has a model of its own, trained on 1/N of the data. What the
+script prints and saves is one of these models. `instep check` finds most of such places beforehand
+([INS309](INS309-not-replicated.md)).
+
+```python
+model = instep.replicate(model)  # before the loop
+```
+
+There is no warning where only some ranks train (in `instep.single_process_scope`), or where the
+script itself sums the gradients. A script that lets its models differ for some steps on purpose,
+and averages them later, hides it.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS719",
+        "iterated-by-some-ranks",
+        "Not all ranks iterate over a sharded loader to its end.",
+        """\
+A rank has come to the end of a loader of `instep.shard`, and another one has ended its script
+without, or has come to the end of another loader instead. The usual cause is an evaluation under
+`if instep.rank == 0`: the loop has the rows of this one rank, and the number that it prints is that
+of 1/N of the data. Ranks compare such ends without waiting for each other, so that the warning may
+come an epoch later, or at the end of the script.
+
+```python
+accuracy = instep.Accuracy()
+for x, y in test_loader:  # on every rank
+    accuracy.update(model(x), y)
+(top1,) = accuracy.compute()
+if instep.rank == 0:
+    print(top1)
+```
+
+Or let rank 0 iterate over a loader that was not given to `instep.shard`.""",
+        of_python=True,
+    ),
 )
 RUN_WARNINGS: dict[str, RunWarning] = {each.code: each for each in _ALL}

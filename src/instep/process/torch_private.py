@@ -57,6 +57,11 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def is_fsdp_parameter(parameter: torch.Tensor) -> bool:
+    """Whether FSDP keeps a part of it on each rank."""
+    return hasattr(parameter, "_fsdp_flattened")
+
+
 fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 set_fp32_precision: Function = torch._C._set_fp32_precision_setter
 """In what products of float32 are computed, by backend ("generic", "cuda", "mkldnn") and kind of

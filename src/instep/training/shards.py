@@ -18,10 +18,13 @@ from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
 from instep.process import settings
 from instep.process.torch_private import tree_map
+from instep.training.batches.loop_ends import number_loader
 from instep.training.batches.registry import is_registered, register, register_end, register_skipped
 from instep.training.batches.trackers import BatchTracker
-from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
+from instep.training.blocks import Block, tensor_leaves
+from instep.training.drift.other_models import follow_other_models
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
+from instep.training.loaders.batch_rows import BatchRows
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.collating import BlockCollate
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
@@ -63,10 +66,11 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
             batch_size=None, a class of its own whose iterators yield batches): each rank loads
             every batch and keeps its rows; the batches must be the same on all ranks (the first
             one is compared while the loop runs: CannotShardError). Or one batch: tensors, or
-            tuples, lists and dicts of them, whose dimension 0 is the batch. Or
-            a torch.optim.Optimizer of the parameters of a replicated model: from now on each rank
-            keeps the state of, and updates, 1/N of them and receives the others' (ZeRO stage 1),
-            with the numbers that the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam,
+            tuples, lists, dicts or dataclasses of them, whose dimension 0 is the batch; in place of
+            a tensor there may be a list that has one for each sample. Or a torch.optim.Optimizer
+            of the parameters of a replicated model: from now on each rank keeps the state of, and
+            updates, 1/N of them and receives the others' (ZeRO stage 1), with the numbers that the
+            undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam,
             RMSprop, Adagrad, Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by
             whole parameters; for others by their class attribute `updates_by = "element"` or
             `"parameter"`.
@@ -86,11 +90,6 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
     check_bitwise(bitwise)
     if isinstance(what, ShardedLoader | SlicedLoader):
         raise ShardedTwiceError
-    if isinstance(what, DataLoader):
-        check_same_data(what)
-        return _shard_loader(what)
-    if _is_other_loader(what):
-        return SlicedLoader(what)
     if isinstance(what, Optimizer):
         shard_optimizer(what)
         return what
@@ -102,6 +101,12 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
         raise CannotShardError(
             "a model is not divided: instep.replicate(model) keeps it the same on all ranks."
         )
+    follow_other_models()
+    if isinstance(what, DataLoader):
+        check_same_data(what)
+        return _shard_loader(what)
+    if _is_other_loader(what):
+        return SlicedLoader(what)
     return _shard_batch(what)
 
 
@@ -109,11 +114,12 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
 
 
 def _shard_batch(batch: T) -> T:
-    total = count_rows(batch)
+    rows = BatchRows()
+    total = rows.count(batch)
     if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
     block = replace(empty_block(), total=total)
-    local = slice_rows(batch, block)
+    local = rows.slice(batch, block)
     register(local, block)
     return local
 
@@ -158,6 +164,7 @@ class ShardedLoader(DataLoader[T]):
         assert whole.batch_sampler is not None
         self._whole = whole
         self._seed = broadcast_seed()
+        self._number = number_loader()
         self._seeded = not is_deterministic(whole.dataset)
         self._position = LoaderPosition()
         self._resumes = False
@@ -219,7 +226,8 @@ class ShardedLoader(DataLoader[T]):
         assert self._blocks.last is not None
         # To load samples in this process seeds its generators.
         local_stream = SharedRandomStream(0) if self._seeded and self.num_workers == 0 else None
-        return TrackedIterator(batches, self._blocks.last.planned, local_stream, position)
+        planned = self._blocks.last.planned
+        return TrackedIterator(batches, planned, local_stream, position, self._number)
 
     def _begin(self) -> tuple[LoaderPosition, RNGStates | None]:
         """The position of an iteration, and the generators' states after its first draws, if those
@@ -262,12 +270,14 @@ class TrackedIterator(Generic[T]):
         planned: deque[Block],
         local_stream: SharedRandomStream | None,
         position: LoaderPosition,
+        number: int,
     ) -> None:
+        """`number`: of the loader."""
         self._position = position
         self._batches = batches
         self._planned = planned
         self._local_stream = local_stream
-        self._tracker = BatchTracker(self)
+        self._tracker = BatchTracker(self, number)
         self._last: T | None = None
 
     def __iter__(self) -> TrackedIterator[T]:

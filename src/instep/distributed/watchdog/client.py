@@ -59,6 +59,8 @@ PRIORITY = 1000
 _clients: list[WatcherClient] = []
 """One for each time that this process has joined a job; the last one is active."""
 
+_has_failed = False
+
 Listen = Callable[[], tuple[socket.socket, str]]
 """Makes a listening socket; also returns the name of its host for the other ranks."""
 
@@ -121,11 +123,18 @@ def announce_end() -> None:
         client._finish()
 
 
+def has_failed() -> bool:
+    """Whether an exception has ended this rank's script."""
+    return _has_failed
+
+
 def report_collectives(error: BaseException) -> None:
     """This rank fails with `error`, perhaps since it disagrees with the others about a collective.
 
     Only a rank that still runs knows the collectives of torch's own groups.
     """
+    global _has_failed
+    _has_failed = True
     for client in _clients[-1:]:
         if os.getpid() == client._pid:
             steps = traced_steps(with_stacks=False, line=script_line(error))

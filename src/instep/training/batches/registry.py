@@ -21,7 +21,7 @@ from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import PatchHandle, patches
 from instep.process.torch_private import is_transformed, unwrap_transformed
-from instep.training.batches import progress
+from instep.training.batches import loop_ends, progress
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.trackers import BatchTracker, ManualBatchTracker, count_collective
 from instep.training.blocks import Block, tensor_leaves
@@ -80,6 +80,7 @@ def register_skipped(block: Block, tracker: BatchTracker) -> None:
 def register_end(tracker: BatchTracker) -> None:
     """A loop has reached the end of the data."""
     _request(tracker, None)
+    loop_ends.note_end(tracker.loader)
 
 
 def note_collective() -> None:
@@ -164,6 +165,7 @@ def end_step() -> None:
 def reset() -> None:
     """Forget every batch, and how far the training has come in them."""
     progress.reset()
+    loop_ends.reset()
     _trackers.clear()
     _parts.clear()
     _block_of.clear()

@@ -24,7 +24,9 @@ class BatchTracker:
     how many. The iterator is held weakly.
     """
 
-    def __init__(self, iterator: object) -> None:
+    def __init__(self, iterator: object, loader: int = -1) -> None:
+        """`loader`: the number of the iterator's loader, if it has one."""
+        self.loader = loader
         self._iterator = weakref.ref(iterator)
         self._blocks: deque[Block] = deque(maxlen=_MAX_BLOCKS)
         self._largest = 0

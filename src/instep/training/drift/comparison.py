@@ -89,6 +89,16 @@ def compared_models() -> list[nn.Module]:
     return list(_check_of)
 
 
+def has_replicas() -> bool:
+    """Whether any model was replicated on several ranks."""
+    return bool(_of_replicas)
+
+
+def is_of_replica(parameter: Tensor) -> bool:
+    """Whether it is a parameter of a replica, or was one."""
+    return parameter in _of_replicas
+
+
 def _end_steps(optimizer: Optimizer) -> None:
     for check in list(_check_of.values()):
         if check.is_replica:

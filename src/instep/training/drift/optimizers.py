@@ -41,8 +41,9 @@ def before_each_step(function: Callable[[Optimizer], None] | None) -> None:
 
 
 def after_each_step(function: Callable[[Optimizer], None]) -> None:
-    """Call `function(optimizer)` after every step of an optimizer."""
-    _after_steps[:] = [function]
+    """Call `function(optimizer)`, too, after every step of an optimizer."""
+    if function not in _after_steps:
+        _after_steps.append(function)
 
 
 def stepped_optimizers() -> list[Optimizer]:

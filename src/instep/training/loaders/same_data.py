@@ -17,7 +17,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import is_world_of_one, store
 from instep.process.exit_status import group_ranks
-from instep.process.torch_private import tree_leaves
+from instep.training.blocks import batch_leaves
 from instep.training.errors import CannotShardError
 
 _ADVICE = (
@@ -80,7 +80,7 @@ class FirstBatchCheck:
         if self._is_done:
             return
         if self._own is None:
-            self._own = [entry for leaf in tree_leaves(batch) for entry in _of_leaf(leaf)]
+            self._own = [entry for leaf in batch_leaves(batch) for entry in _of_leaf(leaf)]
             if get_transport().rank == 0:
                 store().set(self._key, json.dumps(self._own))
         self._is_done = get_transport().rank == 0

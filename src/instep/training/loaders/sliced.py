@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -12,10 +11,12 @@ from torch import Tensor
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
+from instep.training.batches.loop_ends import number_loader
 from instep.training.batches.registry import register, register_end, register_skipped
 from instep.training.batches.trackers import BatchTracker
-from instep.training.blocks import Block, count_rows, slice_rows
+from instep.training.blocks import Block
 from instep.training.errors import OtherDataError
+from instep.training.loaders.batch_rows import BatchRows
 from instep.training.loaders.block_batches import empty_block
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
 from instep.training.loaders.position import LoaderPosition
@@ -28,8 +29,6 @@ from instep.training.random_streams import (
 )
 
 T = TypeVar("T")
-_numbers = itertools.count()
-"""Of the loaders of this process."""
 
 
 class SlicedLoader(Generic[T]):
@@ -48,8 +47,9 @@ class SlicedLoader(Generic[T]):
         self._resumed: dict[str, Any] | None = None
         """The state at which the next iteration goes on."""
         self._stream: SharedRandomStream | None = None
-        self._number = next(_numbers)
+        self._number = number_loader()
         self._check: FirstBatchCheck | None = None
+        self._rows = BatchRows(getattr(whole, "batch_size", None))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -89,7 +89,13 @@ class SlicedLoader(Generic[T]):
         kind = type(getattr(self._whole, "dataset", self._whole)).__name__
         compare = self._check.compare if self._check is not None else lambda *_: None
         return SlicedIterator(
-            batches, stream, empty_block(), position, lambda batch: compare(batch, kind)
+            batches,
+            stream,
+            empty_block(),
+            position,
+            lambda batch: compare(batch, kind),
+            self._number,
+            self._rows,
         )
 
     def _skip(
@@ -104,7 +110,7 @@ class SlicedLoader(Generic[T]):
         with stream.activate():
             for _ in range(state["batches"]):
                 batch = next(batches, None)
-                seen += 0 if batch is None else count_rows(batch)
+                seen += 0 if batch is None else self._rows.count(batch)
         if seen != state["samples"]:
             raise OtherDataError.of_batches(state["samples"], seen)
 
@@ -164,14 +170,18 @@ class SlicedIterator(Generic[T]):
         empty_block: Block,
         position: LoaderPosition,
         compare: Callable[[T | None], None],
+        number: int,
+        rows: BatchRows,
     ) -> None:
-        """`compare` is called with each whole batch, and with None at the end."""
+        """`compare` is called with each whole batch, and with None at the end; `number`: of the
+        loader."""
         self._position = position
         self._compare = compare
+        self._rows = rows
         self._batches = batches
         self._stream = stream
         self._empty_block = empty_block
-        self._tracker = BatchTracker(self)
+        self._tracker = BatchTracker(self, number)
 
     def __iter__(self) -> SlicedIterator[T]:
         return self
@@ -187,10 +197,10 @@ class SlicedIterator(Generic[T]):
                 register_end(self._tracker)
                 raise
             self._compare(batch)
-            block = replace(self._empty_block, total=count_rows(batch))
+            block = replace(self._empty_block, total=self._rows.count(batch))
             self._position.count(block.total)
             if self._tracker.yields(block):
-                local = slice_rows(batch, block)
+                local = self._rows.slice(batch, block)
                 register(local, block, self._tracker)
                 return local
             register_skipped(block, self._tracker)

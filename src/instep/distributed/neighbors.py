@@ -1,0 +1,31 @@
+"""What a rank shows to the ranks before and after it, of which none waits for another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from instep.distributed.rendezvous import bootstrap
+
+_resets = 0
+
+
+def show(key: str, value: Any) -> list[tuple[int, Any]]:
+    """Show a value of JSON under `key`, in place of an earlier one there; returns the neighbors
+    that have shown theirs, and what it is. Of two neighbors the one that comes later sees the
+    other's. Not collective."""
+    world, store = bootstrap.current(), bootstrap.store()
+    begin = f"{key} after {_resets} resets, of rank"
+    store.set(f"{begin} {world.rank}", json.dumps(value))
+    found = []
+    for rank in sorted({(world.rank + step) % world.size for step in (-1, 1)} - {world.rank}):
+        theirs = f"{begin} {rank}"
+        if store.check([theirs]):
+            found.append((rank, json.loads(store.get(theirs))))
+    return found
+
+
+def reset() -> None:
+    """Forget what was shown. All ranks must do so."""
+    global _resets
+    _resets += 1
