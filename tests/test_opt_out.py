@@ -319,11 +319,13 @@ def test_a_failure_of_all_ranks_is_reported_once(said, reports):
     assert session.reports_failure("lost"), "one that follows is another one"
 
 
+@pytest.mark.parametrize("own_group", ["", "torch.distributed.init_process_group()\n"])
 def test_a_script_that_calls_shard_is_told_that_its_batches_are_divided(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, own_group
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "toy.py").write_text("import instep\ntrain(instep.shard(loader))\n")
+    script = f"import instep, torch\n{own_group}train(instep.shard(loader))\n"
+    (tmp_path / "toy.py").write_text(script)
     reason = static_opt_out.find_opt_out(["toy.py"])
     print_opt_out(World(size=2, local_size=2), reason, static_opt_out.batch_effect(reason))
     assert capsys.readouterr().err == (

@@ -43,14 +43,16 @@ def batch_effect(reason: str) -> BatchEffect:
 def find_opt_out(command: Sequence[str]) -> str | None:
     """Return the reason to run this program as it is, or None. Nothing is run or imported."""
     entry, _ = find_entry(command)
+    has_own_group = False
     for script in read_files(command):
-        if script.path == str(entry) and _certainly_calls(script, "init_process_group"):
-            return _OWN_GROUP
+        if script.path == str(entry):
+            has_own_group = _certainly_calls(script, "init_process_group")
         if library := next(filter(None, map(_explicit_library, script.imported_names)), None):
             calls = library == "instep" and any(script.calls_of("instep.shard"))
-            verb = _CALLS_SHARD if calls else f"uses {library} itself"
-            return f"{os.path.relpath(script.path)} {verb}"
-    return None
+            if calls or not has_own_group:
+                verb = _CALLS_SHARD if calls else f"uses {library} itself"
+                return f"{os.path.relpath(script.path)} {verb}"
+    return _OWN_GROUP if has_own_group else None
 
 
 def read_files(command: Sequence[str]) -> Iterator[Script]:
