@@ -1,6 +1,7 @@
 """Parameters, buffers and hyper-parameters that differ between ranks are named."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -316,6 +317,12 @@ def caught(model, batches, step):
             model(x).sum().backward()
 
 
+def twice(model, batches, step):
+    for k, (x,) in enumerate(batches):
+        for _ in range(2 if k == step and instep.rank == 1 else 1):
+            model(x).mean().backward()
+
+
 @ranks(3)
 @pytest.mark.parametrize("batches", [from_a_loader, by_hand])
 @pytest.mark.parametrize(
@@ -328,6 +335,16 @@ def test_a_batch_that_one_rank_leaves_out_is_found_in_the_next_sum(batches, trai
     advice = r'such as instep.all_reduce\(loss.detach\(\), "mean"\)'  # a sum grows with the ranks
     with pytest.raises(DriftError, match=rf"{found}.* {advice}"):
         train(model, batches(torch.randn(60, 4)), step)
+
+
+@ranks(3)
+@pytest.mark.parametrize("batches", [from_a_loader, by_hand])
+def test_a_backward_that_one_rank_alone_calls_is_found_in_the_next_sum(batches):
+    with variable("INSTEP_DRIFT_STEPS", "0"):
+        model = instep.replicate(nn.Linear(4, 2))
+    found = r"\(the number of the batch of this backward on ranks 0, 2: 3; rank 1: 2\)"
+    with pytest.raises(DriftError, match=rf"{found}: .* called backward more often"):
+        twice(model, batches(torch.randn(60, 4)), 1)
 
 
 @ranks(2)
@@ -350,7 +367,7 @@ def test_batches_that_all_ranks_leave_out_or_use_twice_are_no_error():
             with torch.no_grad():
                 model(next(iter([x]))).sum()
     model(x).mean().backward()
-    assert progress.current.count_left_out() == 6
+    assert progress.current.counts()[1] == 6
 
 
 @ranks(2)
@@ -742,3 +759,76 @@ def test_calls_that_are_computed_whole_are_checked_too(tmp_path, size, mode, sta
     else:
         assert f"instep: {said}" in job.stderr
         assert f"Training goes on at {script}:15. [INS702]" in job.stderr
+
+
+TWO_LINES = """\
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import instep
+
+mode = sys.argv[1]
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(23, 4), torch.randn(23, 1))
+loader = instep.shard(DataLoader(data, batch_size=8))
+tested = instep.shard(DataLoader(data, batch_size=8))
+model, own = nn.Linear(4, 1), nn.Linear(4, 1)
+if "not replicated" not in mode:
+    model = instep.replicate(model)
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        if model is own:
+            for p in model.parameters():
+                p.grad = instep.all_reduce(p.grad)
+        optimizer.step()  # here
+
+for epoch in range(2):
+    train(model)
+    if (instep.rank == 0 and f"evaluated alone {epoch}" in mode) or mode == "legal":
+        with torch.no_grad():
+            for x, y in tested:  # there
+                model(x)
+if mode == "legal":
+    train(own)
+    if instep.rank == 0:
+        train_alone = nn.Linear(4, 1)
+        torch.optim.SGD(train_alone.parameters(), 0.1).step()
+        next(iter(tested))
+    with instep.single_process_scope() as here:
+        if here:
+            train(nn.Linear(4, 1))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("mode", "codes"),
+    [
+        ("not replicated, evaluated alone 0", {"INS718": "here", "INS719": "there"}),
+        pytest.param("evaluated alone 1", {"INS719": "there"}, marks=pytest.mark.nightly),
+        ("legal", {}),
+    ],
+)
+def test_what_a_rank_does_with_its_own_rows_only_is_named(tmp_path, mode, codes):
+    script = tmp_path / "train.py"
+    script.write_text(TWO_LINES)
+    job = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", str(script), mode],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == 0, job.stderr
+    lines = TWO_LINES.splitlines()
+    found = dict(re.findall(r"train\.py:(\d+): InstepWarning: .*\[(INS\d+)\]", job.stderr))
+    shown = {code: int(line) for line, code in found.items()}
+    expected = {
+        code: next(n for n, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+        for code, mark in codes.items()
+    }
+    assert shown == expected, job.stderr

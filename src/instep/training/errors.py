@@ -111,6 +111,17 @@ class DriftError(TrainingError):
         )
 
     @classmethod
+    def of_backwards(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
+        """Of the batches that were requested, and had a backward; `groups`: by their number."""
+        shown = _format_groups(groups)
+        return cls(
+            f"the ranks would sum gradients of different batches (the number of the batch of this "
+            f"backward on {shown}): some of them have called backward more often than others for "
+            "one batch. Call it equally often on every rank; where a rank has nothing to add, for "
+            "a loss that is multiplied by zero."
+        )
+
+    @classmethod
     def of_epochs(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
         """Of the epochs of a loader; `groups`: the ranks in each of them."""
         shown = _format_groups({epoch + 1: ranks for epoch, ranks in groups.items()})

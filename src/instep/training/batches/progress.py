@@ -79,9 +79,9 @@ class BatchProgress:
         if _counts():
             self.epoch = epoch
 
-    def count_left_out(self) -> int:
-        """How many batches were requested and had no backward of their own."""
-        return self.requested - self.backwards
+    def counts(self) -> tuple[int, int]:
+        """How many batches were requested, and how many of them had no backward of their own."""
+        return self.requested, self.requested - self.backwards
 
 
 current = BatchProgress()

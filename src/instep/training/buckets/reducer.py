@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, sub
 
 import torch
 from torch import Tensor, nn
@@ -120,9 +120,9 @@ class Reducer:
         self._compression = compression
         self.number = next(_reducer_numbers)
         """Equal on all ranks."""
-        self._left_out_before = progress.current.count_left_out()
-        self._progress = 0, 0
-        """In this backward: how many batches were left out, and the epoch of the last one."""
+        self._before = progress.current.counts()
+        self._progress = 0, 0, 0
+        """In this backward: the last batch's epoch, and how many were left out and requested."""
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
         self._bucket_sets: dict[tuple[object, ...], _BucketSet] = {}
@@ -153,8 +153,8 @@ class Reducer:
         """Take part in this backward."""
         if self not in backward.reducers:
             backward.reducers[self] = None
-            left_out = progress.current.count_left_out() - self._left_out_before
-            self._progress = left_out, progress.current.epoch
+            requested, left_out = map(sub, progress.current.counts(), self._before)
+            self._progress = progress.current.epoch, left_out, requested
             self._choose_buckets()
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
@@ -239,8 +239,8 @@ class Reducer:
     @property
     def _step_number(self) -> int:
         """Different on ranks whose progress differs by a few batches or one epoch."""
-        left_out, epoch = self._progress
-        return (left_out + epoch * (_STEP_NUMBERS // 2)) % _STEP_NUMBERS
+        epoch, left_out, requested = self._progress
+        return (left_out + 5 * requested + epoch * (_STEP_NUMBERS // 2)) % _STEP_NUMBERS
 
     @contextmanager
     def _explained_mismatch(self) -> Iterator[None]:
@@ -249,11 +249,11 @@ class Reducer:
         try:
             yield
         except MixedSumsError:
-            left_out, epochs = zip(*self.transport.all_gather_object(self._progress), strict=True)
-            if len({*epochs}) > 1:
-                raise DriftError.of_epochs(group_ranks(epochs)) from None
-            if len({*left_out}) > 1:
-                raise DriftError.of_left_out(group_ranks(left_out)) from None
+            of_ranks = self.transport.all_gather_object(self._progress)
+            errors = DriftError.of_epochs, DriftError.of_left_out, DriftError.of_backwards
+            for error, *numbers in zip(errors, *of_ranks, strict=True):
+                if len({*numbers}) > 1:
+                    raise error(group_ranks(numbers)) from None
             raise
 
     def _make_buckets(self) -> list[GradBucket]:
