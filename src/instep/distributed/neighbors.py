@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from instep.distributed.rendezvous import bootstrap
@@ -16,12 +17,13 @@ def show(key: str, value: Any) -> list[tuple[int, Any]]:
     other's. Not collective."""
     world, store = bootstrap.current(), bootstrap.store()
     begin = f"{key} after {_resets} resets, of rank"
-    store.set(f"{begin} {world.rank}", json.dumps(value))
     found = []
-    for rank in sorted({(world.rank + step) % world.size for step in (-1, 1)} - {world.rank}):
-        theirs = f"{begin} {rank}"
-        if store.check([theirs]):
-            found.append((rank, json.loads(store.get(theirs))))
+    with suppress(RuntimeError):  # torch's: rank 0 has ended, and with it the store
+        store.set(f"{begin} {world.rank}", json.dumps(value))
+        for rank in sorted({(world.rank + step) % world.size for step in (-1, 1)} - {world.rank}):
+            theirs = f"{begin} {rank}"
+            if store.check([theirs]):
+                found.append((rank, json.loads(store.get(theirs))))
     return found
 
 

@@ -11,7 +11,6 @@ import functools
 import sys
 import warnings
 from collections import deque
-from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -133,8 +132,7 @@ def _follow_exit() -> None:
 
 def _at_exit() -> None:
     if dist.is_initialized() and not client.has_failed():
-        with suppress(RuntimeError):  # rank 0 may have ended, and with it the store
-            _ends.show(is_last=True)
+        _ends.show(is_last=True)
 
 
 def _by_number(number: int, latest: list[_End]) -> dict[int, Any]:
