@@ -73,3 +73,20 @@ def test_no_optimizer_imports_it_and_results_and_graphs_are_those_of_plain_pytho
     assert not imported_by_instep
     assert instep == plain
     assert plain[2]
+
+
+REPLICATED = """
+import json, sys, torch, instep
+layers = torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout()
+model = instep.replicate(torch.nn.Sequential(*layers))
+model(torch.ones(3, 4)).sum().backward()
+imported = ["torch._dynamo" in sys.modules]
+torch.compile(model, backend="eager")(torch.ones(3, 4)).sum().backward()
+print(json.dumps([*imported, "torch._dynamo" in sys.modules]))
+"""
+
+
+def test_a_replica_does_not_import_it_without_a_launcher_of_insteps_either(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(REPLICATED)
+    assert run_python(script) == [False, True]

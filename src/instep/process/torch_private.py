@@ -8,6 +8,7 @@ tests with other versions.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FunctionType
@@ -24,6 +25,8 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.data._utils.pin_memory
 import torch.utils.data.dataloader
+
+from instep.process.import_hooks import after_import
 
 Function = Callable[..., Any]
 Class = TypeVar("Class", bound=type)
@@ -284,12 +287,28 @@ def disable_compile(function: Function) -> Function:
     """A function around `function` at which torch.compile ends a graph.
 
     torch.compiler.disable would import torch.compile, which takes a second, whether it is used or
-    not; this does so at the first call.
+    not, and what this takes of torch at the first call. Before something else has imported it,
+    there is nothing to disable.
     """
     from torch._compile import _disable_dynamo
 
     disabled: Function = _disable_dynamo(function)
+    if "torch._dynamo" not in sys.modules:
+        if not _called_directly:
+            after_import("torch._dynamo", _end_direct_calls)
+        _called_directly.append(function)
+        vars(function)[_DISABLED] = function
     return disabled
+
+
+_DISABLED = "__dynamo_disable"
+"""Where torch keeps for a function what it calls in its place."""
+_called_directly: list[Function] = []
+
+
+def _end_direct_calls(_: object) -> None:
+    while _called_directly:
+        vars(_called_directly.pop()).pop(_DISABLED, None)
 
 
 def disallow_in_graph(function: Function) -> Function:
