@@ -357,6 +357,19 @@ def test_batches_of_an_iterable_dataset_may_be_dataclasses_or_lists_of_samples(k
     ]
 
 
+class Pairs(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.full((1,), float(k)), torch.full((1,), -float(k))) for k in range(5)])
+
+
+@ranks(2)
+def test_two_columns_are_no_list_of_two_samples_where_a_batch_has_two_rows():
+    with torch.no_grad():
+        rows = [(x.tolist(), y.tolist()) for x, y in instep.shard(DataLoader(Pairs(), 2))]
+    assert all(y == [[-value] for (value,) in x] for x, y in rows)
+    assert sum(len(x) for x, _ in rows) == (2 if instep.rank == 0 else 3)
+
+
 @ranks(2)
 def test_lists_that_may_be_read_in_two_ways_are_refused():
     pairs = [(torch.ones(2), torch.ones(3)), (torch.ones(4), torch.ones(5))]

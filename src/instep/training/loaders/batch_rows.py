@@ -70,10 +70,13 @@ class BatchRows:
         found = _ways(batch)
         if self._kind in found:
             return found[self._kind]
-        full = {kind: rows for kind, rows in found.items() if rows.total == self._batch_size}
+        size = self._batch_size
+        full = [kind for kind, rows in found.items() if rows.total == size]
+        if "tensors" in found and found["tensors"].total >= (size or 0):
+            full = ["tensors"]
         if len(full) == 1:
             (self._kind,) = full
-            return full[self._kind]
+            return found[self._kind]
         if "tensors" in found:
             return found["tensors"]
         # A list of tensors of different lengths may be one of columns that do not fit.

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
@@ -49,7 +50,7 @@ class SlicedLoader(Generic[T]):
         self._stream: SharedRandomStream | None = None
         self._number = number_loader()
         self._check: FirstBatchCheck | None = None
-        self._rows = BatchRows(getattr(whole, "batch_size", None))
+        self._rows = BatchRows(whole.batch_size if isinstance(whole, DataLoader) else None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
