@@ -27,19 +27,3 @@ class RankFailedError(LaunchError):
 
 class CannotSendError(LaunchError, TypeError):
     """A function, an argument or a result that does not pickle."""
-
-    @classmethod
-    def call(cls, name: str, why: str) -> CannotSendError:
-        """From the caller to the ranks."""
-        return cls(
-            f"{name} and its arguments cannot be sent to the ranks: {why}. Open files, locks and "
-            "connections inside the function instead."
-        )
-
-    @classmethod
-    def result(cls, name: str, why: str) -> CannotSendError:
-        """From a rank to the caller."""
-        return cls(
-            f"what {name} returned cannot be sent back: {why}. Return something that pickles, "
-            "or None."
-        )

@@ -81,7 +81,10 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         call = cloudpickle.dumps((fn, args))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         name = getattr(fn, "__name__", repr(fn))
-        raise CannotSendError.call(name, str(error)) from error
+        raise CannotSendError(
+            f"{name} and its arguments cannot be sent to the ranks: {error}. Open files, locks and "
+            "connections inside the function instead."
+        ) from error
     return pickle.dumps((sys.path, sys.argv, cells)) + bytes(call)
 
 

@@ -29,9 +29,5 @@ class LaunchVariablesError(LaunchError):
         )
 
     @classmethod
-    def not_a_number(cls, name: str, value: str) -> LaunchVariablesError:
-        return cls(f"{name}={value!r} is not a whole number. Set it to one, or unset it.")
-
-    @classmethod
     def cannot_write(cls, name: str, path: str, error: OSError) -> LaunchVariablesError:
         return cls(f"cannot write {path} ({name}): {error.strerror}. Choose another path.")

@@ -40,17 +40,6 @@ class ShardedTwiceError(TrainingError):
 class CannotShardError(TrainingError, TypeError):
     """This value has no rows, or this optimizer no steps, that could be divided."""
 
-    @classmethod
-    def of_optimizer(cls, name: str) -> CannotShardError:
-        """An optimizer of which it is not known what an update depends on."""
-        return cls(
-            f"instep.shard does not know {name}. If it updates each element of a parameter from "
-            "that element's gradient and state alone, say so by a class attribute: "
-            f'`updates_by = "element"` in {name}; if from that parameter\'s alone, '
-            '`updates_by = "parameter"`. Otherwise leave it undivided: it then runs whole on '
-            "every rank."
-        )
-
 
 class MixedSumsError(TrainingError):
     """Ranks have added up the gradients of different parameters."""
@@ -239,38 +228,9 @@ class UnknownBatchError(TrainingError):
 class EmptyBlockError(TrainingError):
     """Nothing is left of this rank's samples of a batch."""
 
-    @classmethod
-    def of_collate(cls, rank: int, samples: int) -> EmptyBlockError:
-        """`samples`: how many of the batch this rank had."""
-        return cls(
-            f"the collate_fn of a loader has left out all of rank {rank}'s samples of a batch "
-            f"({samples}). Each rank loads its own block of every batch, so that a whole block may "
-            "be left out where one process still has samples. Leave these samples out of the data "
-            "set (torch.utils.data.Subset), or keep them in the batch, mask them in the loss, and "
-            "state how many count: instep.weight(count)."
-        )
-
 
 class OtherDataError(TrainingError):
     """The data of a loader are not those with which its position was saved."""
-
-    @classmethod
-    def of_length(cls, samples: int, saved: object, now: object) -> OtherDataError:
-        """A data set of another length, in mid-epoch."""
-        return cls(
-            f"the checkpoint was saved after {samples} samples of an epoch over {saved} samples; "
-            f"the data set has {now} now, so the rest of that epoch is not known. Use the same "
-            "data, or resume from a checkpoint at the end of an epoch."
-        )
-
-    @classmethod
-    def of_loader(cls, batches: int, saved: str, now: str) -> OtherDataError:
-        """A DataLoader of other batches, in mid-epoch."""
-        return cls(
-            f"the checkpoint was saved after {batches} batches of an epoch of {saved}; the loader "
-            f"has {now}, so the rest of that epoch is not known. Use the same data and batch size, "
-            "or resume from a checkpoint at the end of an epoch."
-        )
 
     @classmethod
     def of_batches(cls, saved: int, seen: int, unit: str = "samples") -> OtherDataError:

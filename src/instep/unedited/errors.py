@@ -21,23 +21,6 @@ class ShardedCallError(TrainingError):
             "Run this script with --plain, or let it return what is new instead."
         )
 
-    @classmethod
-    def draws_inside_of_kernel(cls, kernel: str) -> ShardedCallError:
-        """Attention with dropout in one kernel, in which the rows of a batch are numbered."""
-        return cls(
-            f"{kernel} drops out by a row's place in the batch, inside of the kernel (with "
-            'SDPBackend.MATH, in transformers attn_implementation="eager", it is divided)'
-        )
-
-    @classmethod
-    def draws_in_compiled_code(cls) -> ShardedCallError:
-        """What inductor compiles draws a seed, from which each element's number follows."""
-        return cls(
-            "what torch.compile has made of it draws by a row's place in the batch (with "
-            "torch._inductor.config.fallback_random = True it draws as without torch.compile, and "
-            "is divided)"
-        )
-
 
 class MismatchError(Exception):
     """The ranks do not do the same in a trial, which ends on all of them."""

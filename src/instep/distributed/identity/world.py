@@ -76,4 +76,6 @@ def read_number(environ: Mapping[str, str], name: str | None, default: int | Non
     try:
         return int(environ[name])
     except ValueError:
-        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
+        raise LaunchVariablesError(
+            f"{name}={environ[name]!r} is not a whole number. Set it to one, or unset it."
+        ) from None

@@ -33,7 +33,11 @@ def main(name: str) -> None:
     try:
         packed = cloudpickle.dumps(value)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise CannotSendError.result(getattr(fn, "__name__", repr(fn)), str(error)) from error
+        name = getattr(fn, "__name__", repr(fn))
+        raise CannotSendError(
+            f"what {name} returned cannot be sent back: {error}. Return something that pickles, "
+            "or None."
+        ) from error
     result_file(folder, local_rank).write_bytes(packed)
 
 

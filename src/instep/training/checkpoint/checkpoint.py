@@ -266,7 +266,10 @@ class Checkpoint:
             self._writer.lock = FolderLock(self.folder)
             storage.remove_drafts(self.folder)
         except OSError as error:
-            raise CheckpointError.of_folder(self.folder, error) from error
+            raise CheckpointError(
+                f"no checkpoint can be written to {self.folder}: {error.strerror or error}. Give "
+                "instep.Checkpoint a folder in which rank 0 may make files."
+            ) from error
 
     def _propose(self, state: EncodedState) -> ShardedDraft | None:
         """To write `state` together with the other ranks; None if it is small."""
@@ -315,7 +318,12 @@ class Checkpoint:
         missing = [name for name in self._objects if name not in state]
         unexpected = [name for name in state if name not in self._objects]
         if missing or unexpected:
-            raise OtherModelError.of_entries(path, missing, unexpected)
+            parts = [f"it has no {name}" for name in missing]
+            parts += [f"it has a {name}, which is not given" for name in unexpected]
+            raise OtherModelError(
+                f"{path} was saved from other objects: {', '.join(parts)}. Give instep.Checkpoint "
+                "the same ones, or begin in another folder."
+            )
         for name, prepared in self._objects.items():
             if name == "metrics":
                 load_state(prepared, metrics_of_rank(prepared, state[name], path), name, path)
@@ -330,7 +338,10 @@ class Checkpoint:
     def _check_order(self) -> None:
         """Raise before a training that was not resumed mixes with the one in the folder."""
         if not self._has_resumed and storage.list_checkpoints(self.folder):
-            raise CheckpointError.of_other_run(self.folder)
+            raise CheckpointError(
+                f"{self.folder} has the checkpoints of a training that was not resumed. Call "
+                "resume() or loop over epochs() before the first step(), or use another folder."
+            )
         self._has_resumed = True
 
     def _agree(self) -> bool:

@@ -12,31 +12,10 @@ class CheckpointError(TrainingError):
     """A checkpoint cannot be written, read or loaded."""
 
     @classmethod
-    def of_folder(cls, folder: Path, error: OSError) -> CheckpointError:
-        """A folder in which nothing can be made."""
-        return cls(
-            f"no checkpoint can be written to {folder}: {error.strerror or error}. Give "
-            "instep.Checkpoint a folder in which rank 0 may make files."
-        )
-
-    @classmethod
-    def of_other_run(cls, folder: Path) -> CheckpointError:
-        """A training that would write among the checkpoints of another one."""
-        return cls(
-            f"{folder} has the checkpoints of a training that was not resumed. Call resume() or "
-            "loop over epochs() before the first step(), or use another folder."
-        )
-
-    @classmethod
     def of_write(cls, path: Path, error: BaseException) -> CheckpointError:
         """A write that failed; `path`: the checkpoint that there is not."""
         why = str(error) if isinstance(error, cls) else f"{type(error).__name__}: {error}"
         return cls(f"{path} could not be written: {why}. Older checkpoints are as they were.")
-
-    @classmethod
-    def of_shard(cls, rank: int, error: str) -> CheckpointError:
-        """The part of a large state that another rank could not write."""
-        return cls(f"rank {rank} could not write its part: {error}")
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -68,23 +47,6 @@ class CannotSaveError(CheckpointError, TypeError):
             "lists, tuples and dicts of them. Convert it in state_dict()."
         )
 
-    @classmethod
-    def of_object(cls, path: str, value: object, advice: str) -> CannotSaveError:
-        """An object without a state."""
-        return cls(
-            f"{path} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
-            f"{advice}"
-        )
-
-    @classmethod
-    def of_metric(cls, path: Path, metric: object, saved: int, now: int) -> CannotSaveError:
-        """A metric of another library, at another number of ranks."""
-        return cls(
-            f"{path} has the states that a {type(metric).__name__} had on {saved} ranks, and there "
-            f"are {now} now. Only an instep.Metric can be divided otherwise; resume at {saved} "
-            "ranks."
-        )
-
 
 class OtherModelError(CheckpointError):
     """A checkpoint does not fit what it is to be loaded into."""
@@ -112,23 +74,6 @@ class OtherModelError(CheckpointError):
             f"{path} was saved from another {name}: {'; '.join(parts)}. Build the same {name}, or "
             "begin in another folder."
         )
-
-    @classmethod
-    def of_entries(
-        cls, path: Path, missing: Sequence[str], unexpected: Sequence[str]
-    ) -> OtherModelError:
-        """Objects that were not saved, or that were saved and are not given now."""
-        parts = [f"it has no {name}" for name in missing]
-        parts += [f"it has a {name}, which is not given" for name in unexpected]
-        return cls(
-            f"{path} was saved from other objects: {', '.join(parts)}. Give instep.Checkpoint the "
-            "same ones, or begin in another folder."
-        )
-
-    @classmethod
-    def of_state(cls, path: Path, name: str, error: Exception) -> OtherModelError:
-        """An object that does not take its state."""
-        return cls(f"{path}: {name} does not take its state: {type(error).__name__}: {error}")
 
 
 class FolderInUseError(CheckpointError):

@@ -100,7 +100,12 @@ class PlainLoaderPosition:
         self._resumes = self._begin is not None
         self._has_ended = not self._resumes
         if self._resumes and state["loader"] != self._described:
-            raise OtherDataError.of_loader(self._batches, state["loader"], self._described)
+            raise OtherDataError(
+                f"the checkpoint was saved after {self._batches} batches of an epoch of "
+                f"{state['loader']}; the loader has {self._described}, so the rest of that epoch "
+                "is not known. Use the same data and batch size, or resume from a checkpoint at "
+                "the end of an epoch."
+            )
         if self._has_ended:
             for generator, saved in zip(self._generators, state["generators"], strict=True):
                 generator.set_state(saved)

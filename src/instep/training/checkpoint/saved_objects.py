@@ -40,7 +40,10 @@ def prepare(value: Any, name: str) -> Any:
     if isinstance(value, DataLoader):
         return track(value)
     advice = "instep.shard(loader) has them." if name == "loader" else "give it both."
-    raise CannotSaveError.of_object(name, value, advice)
+    raise CannotSaveError(
+        f"{name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
+        f"{advice}"
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -78,7 +81,8 @@ def load_state(prepared: Any, state: Any, name: str, path: Path) -> None:
     try:
         prepared.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OtherModelError.of_state(path, name, error) from error
+        why = f"{type(error).__name__}: {error}"
+        raise OtherModelError(f"{path}: {name} does not take its state: {why}") from error
 
 
 def metrics_of_rank(prepared: Any, saved: list[Any], path: Path) -> Any:
@@ -92,7 +96,11 @@ def metrics_of_rank(prepared: Any, saved: list[Any], path: Path) -> Any:
             for key, each in prepared.items()
         }
     if not isinstance(prepared, Metric):
-        raise CannotSaveError.of_metric(path, prepared, len(saved), transport.size)
+        raise CannotSaveError(
+            f"{path} has the states that a {type(prepared).__name__} had on {len(saved)} ranks, "
+            f"and there are {transport.size} now. Only an instep.Metric can be divided otherwise; "
+            f"resume at {len(saved)} ranks."
+        )
     totals = torch.stack([state["totals"] for state in saved]).sum(0)
     return {"totals": totals if transport.rank == 0 else torch.zeros_like(totals)}
 

@@ -171,7 +171,9 @@ class ShardedWrite:
                 reports = {rank: self._wait_for(rank) for rank in self._addresses}
             for rank, report in reports.items():
                 if "error" in report:
-                    raise CheckpointError.of_shard(rank, report["error"])
+                    raise CheckpointError(
+                        f"rank {rank} could not write its part: {report['error']}"
+                    )
                 files |= report["files"]
             several = {entry: each for entry, each in self._shards.items() if len(each) > 1}
             for entry, shards in several.items():

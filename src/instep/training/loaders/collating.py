@@ -29,7 +29,14 @@ class BlockCollate:
             return self._collate(samples)
         except (IndexError, ValueError, RuntimeError) as error:
             if samples and _has_no_sample(error):
-                raise EmptyBlockError.of_collate(self._rank, len(samples)) from error
+                raise EmptyBlockError(
+                    f"the collate_fn of a loader has left out all of rank {self._rank}'s samples "
+                    f"of a batch ({len(samples)}). Each rank loads its own block of every batch, "
+                    "so that a whole block may be left out where one process still has samples. "
+                    "Leave these samples out of the data set (torch.utils.data.Subset), or keep "
+                    "them in the batch, mask them in the loss, and state how many count: "
+                    "instep.weight(count)."
+                ) from error
             raise
 
 

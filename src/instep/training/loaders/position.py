@@ -46,7 +46,12 @@ class LoaderPosition:
     def from_state_dict(cls, state: dict[str, Any], length: int | None) -> LoaderPosition:
         """The position in a checkpoint. Raises OtherDataError for another length in mid-epoch."""
         if not state["has_ended"] and length != state["length"]:
-            raise OtherDataError.of_length(state["samples"], state["length"], length)
+            raise OtherDataError(
+                f"the checkpoint was saved after {state['samples']} samples of an epoch over "
+                f"{state['length']} samples; the data set has {length} now, so the rest of that "
+                "epoch is not known. Use the same data, or resume from a checkpoint at the end of "
+                "an epoch."
+            )
         return cls(
             state["epoch"],
             state["batches"],

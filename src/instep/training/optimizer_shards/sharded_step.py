@@ -70,7 +70,14 @@ def _division_of(optimizer: Optimizer) -> Divide:
     known = "element" if kind in _BY_ELEMENT else "parameter" if kind in _BY_PARAMETER else None
     by = getattr(kind, "updates_by", known)
     if by not in _DIVISIONS:
-        raise CannotShardError.of_optimizer(kind.__name__)
+        name = kind.__name__
+        raise CannotShardError(
+            f"instep.shard does not know {name}. If it updates each element of a parameter from "
+            "that element's gradient and state alone, say so by a class attribute: "
+            f'`updates_by = "element"` in {name}; if from that parameter\'s alone, '
+            '`updates_by = "parameter"`. Otherwise leave it undivided: it then runs whole on '
+            "every rank."
+        )
     if hasattr(optimizer, PRECISION):
         raise CannotShardError(
             "this optimizer has master weights or a loss scale of instep.precision, with which "

@@ -161,10 +161,17 @@ class GlobalBatchDraws:
         """What this shard draws. Raises ShardedCallError where a kernel or compiled code draws
         inside."""
         if call.draw.op.startswith(_FUSED_ATTENTION):
-            raise ShardedCallError.draws_inside_of_kernel(call.draw.op)
+            raise ShardedCallError(
+                f"{call.draw.op} drops out by a row's place in the batch, inside of the kernel "
+                '(with SDPBackend.MATH, in transformers attn_implementation="eager", it is divided)'
+            )
         numbers = tuple(arg for arg in call.args if isinstance(arg, int))
         if numbers == _SEED:
-            raise ShardedCallError.draws_in_compiled_code()
+            raise ShardedCallError(
+                "what torch.compile has made of it draws by a row's place in the batch (with "
+                "torch._inductor.config.fallback_random = True it draws as without torch.compile, "
+                "and is divided)"
+            )
         return self._meet(call, self._draw)
 
     def _draw(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:
