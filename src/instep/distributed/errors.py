@@ -22,12 +22,6 @@ class PortInUseError(LaunchError):
 class LeftoverRendezvousError(LaunchError):
     """A rendezvous file that another job left behind."""
 
-    def __init__(self, path: str, rank: int) -> None:
-        super().__init__(
-            f"the rendezvous file {path} was already used: rank {rank} has met there before. "
-            "Delete it, and give each job a file of its own."
-        )
-
 
 class RendezvousError(LaunchError):
     """The ranks cannot meet in the way that was asked for."""
@@ -150,12 +144,6 @@ class BrokenGroupError(CollectiveError, RuntimeError):
 
     caused_by_another_rank = True
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(
-            f"an earlier collective of this process group failed: {cause} "
-            "Destroy the group and make a new one, or end the job."
-        )
-
 
 class PeerDiedError(BrokenGroupError):
     """A rank's process ended while another waited for it."""
@@ -163,8 +151,8 @@ class PeerDiedError(BrokenGroupError):
     def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
         self.rank = rank
         """That rank, where it is known."""
-        CollectiveError.__init__(
-            self, f"{peer} died; this rank was waiting for it in {call}. Its own output says why."
+        super().__init__(
+            f"{peer} died; this rank was waiting for it in {call}. Its own output says why."
         )
 
 
@@ -175,8 +163,7 @@ class PeerLeftError(BrokenGroupError):
         """`side`: the collective in which it waited, with its line."""
         self.rank = rank
         """That rank, where it is known."""
-        CollectiveError.__init__(
-            self,
+        super().__init__(
             f"{peer} has ended, or destroyed its process group; this rank was waiting for it in "
             f"{call}. Every rank must call the same collectives.{advise_on_condition([side])}",
         )
@@ -186,8 +173,8 @@ class PeerGaveUpError(BrokenGroupError):
     """A rank stopped with an error while another waited for it."""
 
     def __init__(self, peer: str, call: str, reason: str) -> None:
-        CollectiveError.__init__(
-            self, f"{peer} gave up; this rank was waiting for it in {call}. It said: {reason}"
+        super().__init__(
+            f"{peer} gave up; this rank was waiting for it in {call}. It said: {reason}"
         )
 
 
@@ -201,8 +188,7 @@ class CollectiveTimeoutError(BrokenGroupError):
         missing = ", ".join(peers)
         late = f"{missing} did not come to {call}" if missing else f"{call} was not over"
         known = ", though every rank is alive" if is_alive else ", or its host cannot be reached"
-        CollectiveError.__init__(
-            self,
+        super().__init__(
             f"{late} within {seconds:g} s{known}. "
             "Find out what the ranks do (`instep where` prints it while they wait), or set "
             "INSTEP_TIMEOUT to more seconds.",
@@ -215,8 +201,7 @@ class ForkedChildError(BrokenGroupError):
     caused_by_another_rank = False
 
     def __init__(self) -> None:
-        CollectiveError.__init__(
-            self,
+        super().__init__(
             "this process was forked from a rank and is none itself. "
             "Call collectives in the rank's own process, not in its loader workers.",
         )

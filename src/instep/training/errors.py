@@ -19,12 +19,6 @@ class BitwiseError(LaunchError):
 class ReplicatedTwiceError(TrainingError):
     """A model, or a part of it, is already a replica."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} is already replicated; its gradients would be summed twice. "
-            "Call instep.replicate once, on the outermost module."
-        )
-
 
 class ShardedTwiceError(TrainingError):
     """A loader, a batch or an optimizer is already divided."""
@@ -244,13 +238,6 @@ class OtherDataError(TrainingError):
 
 class CapturedStepError(TrainingError):
     """A CUDA graph captures the forward of a replica in training."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"a CUDA graph captures the forward of the replicated {name} in training. Which units "
-            "it drops and what its batch weighs is decided anew in each step, and a replay does "
-            "not. Leave the capture out."
-        )
 
 
 class MixedBatchesError(TrainingError):

@@ -143,7 +143,11 @@ def replicate(
         )
     for name, module in model.named_modules():
         if module in replica_of_part:
-            raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
+            raise ReplicatedTwiceError(
+                f"{name or 'the model'} ({type(module).__name__}) is already replicated; its "
+                "gradients would be summed twice. Call instep.replicate once, on the outermost "
+                "module."
+            )
     transport = get_transport()
     seed, in_step = broadcast_seed_and_states()
     replica = Replica(
@@ -295,7 +299,11 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _look_at_copy(module, args, kwargs)
         return
     if module.training and is_capturing_graph():
-        raise CapturedStepError(type(module).__name__)
+        raise CapturedStepError(
+            f"a CUDA graph captures the forward of the replicated {type(module).__name__} in "
+            "training. Which units it drops and what its batch weighs is decided anew in each "
+            "step, and a replay does not. Leave the capture out."
+        )
     if replica.has_new_parts:
         _add_new_parts(module, replica)
     again = forward_calls.find_recomputed(replica, (args, kwargs))

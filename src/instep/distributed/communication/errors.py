@@ -18,12 +18,6 @@ class UnknownOpError(CollectiveError, ValueError):
 class WrongDeviceError(CollectiveError):
     """A tensor is on a device that this job's process group does not serve."""
 
-    def __init__(self, device: object, reachable: Iterable[str]) -> None:
-        super().__init__(
-            f"this job's ranks exchange tensors on {' and '.join(reachable)}, "
-            f"but this tensor is on {device}. Move it there first."
-        )
-
 
 class UnsuitableTensorError(CollectiveError, TypeError):
     """A collective has no meaning for this value, dtype or layout."""
@@ -31,12 +25,6 @@ class UnsuitableTensorError(CollectiveError, TypeError):
 
 class OverflowedError(CollectiveError, OverflowError):
     """The sum or product over ranks does not fit the dtype."""
-
-    def __init__(self, op: str, dtype: object, value: int) -> None:
-        super().__init__(
-            f"the {op} over ranks reaches {value}, which {dtype} cannot hold. "
-            "Convert the tensor to torch.int64 first."
-        )
 
 
 class NotAMemberError(CollectiveError, ValueError):

@@ -102,4 +102,7 @@ def _check_fits(reduced: Tensor, dtype: torch.dtype, op: str) -> None:
     limits = torch.iinfo(dtype)
     least, most = (int(bound) for bound in reduced.aminmax())
     if least < limits.min or most > limits.max:
-        raise OverflowedError(op, dtype, most if most > limits.max else least)
+        raise OverflowedError(
+            f"the {op} over ranks reaches {most if most > limits.max else least}, which {dtype} "
+            "cannot hold. Convert the tensor to torch.int64 first."
+        )

@@ -32,7 +32,10 @@ def check_reachable(tensor: Tensor) -> None:
     if (name := torch_devices.accelerator_type()) is not None:
         reachable.append(str(torch_devices.current_device(name)))
     if str(tensor.device) not in reachable:
-        raise WrongDeviceError(tensor.device, reachable)
+        raise WrongDeviceError(
+            f"this job's ranks exchange tensors on {' and '.join(reachable)}, but this tensor is "
+            f"on {tensor.device}. Move it there first."
+        )
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -8,12 +8,6 @@ from instep.errors import CollectiveError
 class NameInFlightError(CollectiveError, ValueError):
     """A name was submitted again before its first collective was over."""
 
-    def __init__(self, name: str, line: str) -> None:
-        super().__init__(
-            f"{name} is already in flight on this rank (submitted at {line}). Ranks are matched by "
-            "names: wait for the first one, or give the second a name of its own."
-        )
-
 
 class NegotiationError(CollectiveError, RuntimeError):
     """A named collective cannot take place."""

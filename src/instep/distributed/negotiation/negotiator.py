@@ -107,7 +107,12 @@ class Negotiator:
             if self._end is not None:
                 raise self._end
             if request.key in self._tasks:
-                raise NameInFlightError(request.name, self._tasks[request.key].request.line)
+                line = self._tasks[request.key].request.line
+                raise NameInFlightError(
+                    f"{request.name} is already in flight on this rank (submitted at {line}). "
+                    "Ranks are matched by names: wait for the first one, or give the second a name "
+                    "of its own."
+                )
             self._tasks[request.key] = task
         self._send(request)  # without the lock: the thread that reads responses needs it
         if self._link is None:

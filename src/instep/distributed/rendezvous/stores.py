@@ -283,7 +283,10 @@ def _file_store(path: str, joining: _Joining) -> _Found:
     except (OSError, RuntimeError) as error:
         raise RendezvousError(f"cannot meet in the file {path}: {error}") from error
     if used_before:
-        raise LeftoverRendezvousError(path, world.rank)
+        raise LeftoverRendezvousError(
+            f"the rendezvous file {path} was already used: rank {world.rank} has met there before. "
+            "Delete it, and give each job a file of its own."
+        )
     return store, joining.secret or secret
 
 

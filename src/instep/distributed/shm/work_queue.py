@@ -246,8 +246,12 @@ class WorkQueue:
         except SharedMemoryError:  # on all ranks alike: they are still in step
             raise
         except BaseException as error:
-            self._error = BrokenGroupError(str(error) or type(error).__name__)
-            self._abort(str(error) or type(error).__name__)
+            cause = str(error) or type(error).__name__
+            self._error = BrokenGroupError(
+                f"an earlier collective of this process group failed: {cause} "
+                "Destroy the group and make a new one, or end the job."
+            )
+            self._abort(cause)
             raise
         for values, tensor in zip(written, collective.written, strict=True):
             write_back(values, tensor)

@@ -28,12 +28,6 @@ class DamagedCheckpointError(CheckpointError):
 class NewerFormatError(CheckpointError):
     """A checkpoint of a later version of instep."""
 
-    def __init__(self, path: Path, version: object, known: int, written_by: object) -> None:
-        super().__init__(
-            f"{path} has format {version}, written by instep {written_by}; this version reads "
-            f"formats up to {known}. Install that version, or begin in another folder."
-        )
-
 
 class CannotSaveError(CheckpointError, TypeError):
     """A value that has no place in a checkpoint."""
@@ -78,12 +72,6 @@ class OtherModelError(CheckpointError):
 
 class FolderInUseError(CheckpointError):
     """Another job writes to the folder."""
-
-    def __init__(self, folder: Path, holder: str) -> None:
-        super().__init__(
-            f"another job writes its checkpoints to {folder}: {holder}. Let it end, or use another "
-            "folder."
-        )
 
 
 def _first(names: Sequence[str], most: int = 5) -> str:

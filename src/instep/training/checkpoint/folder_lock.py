@@ -32,7 +32,10 @@ class FolderLock:
             if monotonic() > until:
                 holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
                 self.release()
-                raise FolderInUseError(folder, holder or "it has left no name")
+                raise FolderInUseError(
+                    f"another job writes its checkpoints to {folder}: "
+                    f"{holder or 'it has left no name'}. Let it end, or use another folder."
+                )
             sleep(0.05)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

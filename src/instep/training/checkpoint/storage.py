@@ -305,7 +305,11 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(file, "its checksum is not that of the file that was written")
     index: dict[str, Any] = json.loads(content)
     if index["format"] > FORMAT:
-        raise NewerFormatError(path, index["format"], FORMAT, index["instep"])
+        raise NewerFormatError(
+            f"{path} has format {index['format']}, written by instep {index['instep']}; this "
+            f"version reads formats up to {FORMAT}. Install that version, or begin in another "
+            "folder."
+        )
     return index
 
 
