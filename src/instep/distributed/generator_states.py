@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -13,6 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+from instep.process import in_main_thread
 
 _others: WeakKeyDictionary[Any, dict[int, torch.Generator]] = WeakKeyDictionary()
 """The generators of loaders, which are in step on all ranks, by their numbers. (PyTorch 2.11 has no
@@ -97,7 +98,7 @@ def separate_states() -> Iterator[None]:
     """Inside, the global generators go on from where they were when this was last left; outside,
     they are as if nothing had been drawn. Another thread of the script draws as ever."""
     global _separate, _is_separate
-    if _is_separate or threading.current_thread() is not threading.main_thread():
+    if _is_separate or not in_main_thread():
         yield
         return
     before, _is_separate = get_states(), True

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from instep.process import in_main_thread
 from instep.process.procfs import handles_signal
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,8 +57,8 @@ class SignalQueue:
     """
 
     def __init__(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._before = _handlers((*TERMINATION_SIGNALS, *REPORT_SIGNALS) if is_main else ())
+        handled = (*TERMINATION_SIGNALS, *REPORT_SIGNALS) if in_main_thread() else ()
+        self._before = _handlers(handled)
         self._receiver, self._sender = socket.socketpair()
 
     def __enter__(self) -> SignalQueue:
@@ -127,8 +127,7 @@ def exit_on_signal() -> AbstractContextManager[None]:
 
 def ignored_signals() -> AbstractContextManager[None]:
     """Inside, no termination signal is heeded. Does nothing in another thread than the main one."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return _handled_by(signal.SIG_IGN) if is_main else nullcontext()
+    return _handled_by(signal.SIG_IGN) if in_main_thread() else nullcontext()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Begin with `settings` (every INSTEP_* variable) and `patching` (functions that a
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -37,6 +38,11 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def in_main_thread() -> bool:
+    """Whether this thread is the main one of its process."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def print_line(text: object) -> None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from instep.process import in_main_thread
+
 WAIT_LIMIT = 10.0
 """Seconds that others wait for the files that a rank is writing when another one has failed."""
 MARKER_NAME = "writing"
@@ -100,10 +102,7 @@ def _count(draft: str, change: int) -> None:
 @contextmanager
 def _delay_sigterm() -> Iterator[None]:
     """mpirun and srun send SIGTERM to all ranks as soon as one has failed."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
+    if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     received = threading.Event()

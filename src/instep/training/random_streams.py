@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.identity import torch_devices
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import InstepWarning
+from instep.process import in_main_thread
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class SharedRandomStream:
     def activate(self) -> Iterator[None]:
         """Inside, the global generators draw from this stream. Warns once in another thread than
         the main one, whose draws they would be as well (InstepWarning)."""
-        if threading.current_thread() is not threading.main_thread():
+        if not in_main_thread():
             _warn_of_thread()
         before = RNGStates.capture()
         self.states.restore()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set, Sized
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
-from instep.process import settings
+from instep.process import in_main_thread, settings
 from instep.process.torch_private import tree_map
 from instep.training.batches.loop_ends import number_loader
 from instep.training.batches.registry import is_registered, register, register_end, register_skipped
@@ -207,7 +206,7 @@ class ShardedLoader(DataLoader[T]):
         own = self._blocks.empty_block()
         if own.size > 1:
             vars(loading)["collate_fn"] = BlockCollate(self.collate_fn, own.rank)
-        if threading.current_thread() is not threading.main_thread() and self.generator is None:
+        if not in_main_thread() and self.generator is None:
             # The seed of workers: from the global generator it would come at any moment.
             seed = derive_seed(self._seed, self._blocks.epoch, "workers")
             vars(loading)["generator"] = torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from instep.distributed.communication.rank_local import is_rank_local, rank_local
 from instep.distributed.errors import CollectiveTimeoutError, DisagreementError
-from instep.process import settings
+from instep.process import in_main_thread, settings
 from instep.unedited.errors import UneditedError
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Relay:
 
     def is_ordered(self) -> bool:
         """Whether all ranks come here in the same order: `is_replicated`, in the main thread."""
-        return self.is_replicated() and threading.current_thread() is threading.main_thread()
+        return self.is_replicated() and in_main_thread()
 
     def run_on_rank0(
         self,

@@ -8,7 +8,6 @@ deadlock. (torch 2.13: a broadcast_object_list after send and recv, in 2 of 7 ru
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +22,7 @@ from instep.distributed.flight_record.record_format import message_group
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident
+from instep.process import in_main_thread
 from instep.process.torch_private import AllreduceOptions, ProcessGroup, Work, skip_methods
 
 NAME = "instep"
@@ -154,7 +154,7 @@ class ProcessGroupOverGloo(ProcessGroup):
 
     def _enter_message(self, op: str, tensors: list[Tensor], *peer_and_tag: int) -> int:
         """Note a message of the main thread, as `_enter`: other threads' come in any order."""
-        if not self._recorded_as or threading.current_thread() is not threading.main_thread():
+        if not self._recorded_as or not in_main_thread():
             return -1
         *peers, tag = peer_and_tag
         mine = self._members[self.rank()]

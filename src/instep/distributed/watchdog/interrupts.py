@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instep.process import PACKAGE_FOLDER
+from instep.process import PACKAGE_FOLDER, in_main_thread
 from instep.process.patching import Patch, PatchHandle
 
 Send = Callable[..., None]
@@ -74,11 +74,10 @@ def install(send: Send) -> None:
     Does nothing in other threads than the main one, or where interrupts are ignored.
     """
     global _send, _process, _handler
-    main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     if handler is _on_sigint:
         _send = send
-    elif main and callable(handler):
+    elif callable(handler) and in_main_thread():
         _send, _process, _handler = send, os.getpid(), handler
         signal.signal(signal.SIGINT, _on_sigint)
         PatchHandle([Patch("multiprocessing.spawn", "get_preparation_data", _preparation_data)])
@@ -111,7 +110,7 @@ def _pause(pending: PendingInterrupt) -> None:
     pending.decided.wait(PAUSE_SECONDS)
     if 0 <= pending.target <= _count and not pending.armed:
         pending.armed = True
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             _interrupt_at_next_line(sys._getframe())
         else:
             _interrupt_main_thread(pending)
@@ -280,8 +279,7 @@ def _uninterruptible() -> tuple[str, ...]:
 def set_handler(original: Callable[..., Any], signalnum: int, handler: Any) -> Any:
     """signal.signal: the script's handler of SIGINT is called at the same point on every rank."""
     global _handler
-    main = threading.current_thread() is threading.main_thread()
-    if signalnum != signal.SIGINT or os.getpid() != _process or not main:
+    if signalnum != signal.SIGINT or os.getpid() != _process or not in_main_thread():
         return original(signalnum, handler)
     before, _handler = _handler, handler
     return before

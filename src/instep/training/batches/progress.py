@@ -6,12 +6,12 @@ is said with gradients enabled: an evaluation changes nothing.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 import torch
 
 from instep.distributed.communication.scopes import scope_number
+from instep.process import in_main_thread
 
 
 @dataclass(slots=True)
@@ -99,5 +99,4 @@ def _counts() -> bool:
 
 def is_followed() -> bool:
     """Whether all ranks do what this one does now: not in a scope, nor in a thread of its own."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return in_main_thread and scope_number() is None
+    return in_main_thread() and scope_number() is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from types import FrameType
+
+from instep.process import in_main_thread
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """Slurm sends the first where `--signal` says so, and SIGTERM at the limit or a preemption."""
@@ -24,7 +25,7 @@ class SignalFlag:
         self._can_save = can_save
         self._process = os.getpid()
         self._kept: list[signal.Signals] = []
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             self._kept = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
         for number in self._kept:
             signal.signal(number, self._set)

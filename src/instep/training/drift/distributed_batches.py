@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
 
+from instep.process import in_main_thread
 from instep.process.patching import Function, Patch, PatchHandle
 
 _begun: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,6 +38,6 @@ def _take(original: Function, iterator: Any) -> Any:
     sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
     if isinstance(sampler, DistributedSampler) and torch.is_grad_enabled():
         if iterator in _begun:
-            _count += threading.current_thread() is threading.main_thread()
+            _count += in_main_thread()
         _begun.add(iterator)
     return batch

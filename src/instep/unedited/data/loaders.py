@@ -21,7 +21,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
-from instep.process import print_line, settings
+from instep.process import in_main_thread, print_line, settings
 from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
 from instep.training.random_streams import is_deterministic
@@ -41,7 +41,6 @@ from instep.unedited.data.row_loading import (
     LoadPlan,
     RowBatchSampler,
     RowDataset,
-    in_main_thread,
     init_worker,
     no_collate,
 )

@@ -7,7 +7,6 @@ the pass over the data and on how many samples the loop asked for before.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
+from instep.process import in_main_thread
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.dataset_state import DatasetState, Variable
@@ -320,11 +320,6 @@ def _checksum(sample: Any) -> bytes | None:
         return pack(sample).checksum()
     except CannotPackError:
         return None
-
-
-def in_main_thread() -> bool:
-    """Whether this is the main thread of the script or of a worker."""
-    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager

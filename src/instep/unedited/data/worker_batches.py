@@ -18,10 +18,10 @@ from torch import Tensor
 from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
+from instep.process import in_main_thread
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack, unpack
-from instep.unedited.data.row_loading import in_main_thread
 from instep.unedited.data.worker_datasets import WorkerBatch, WorkerDivision
 from instep.unedited.errors import LoadingError
 

@@ -7,7 +7,6 @@ schedulers, `optimizer.state`, `state_dict()`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import on_all_ranks
-from instep.process import settings
+from instep.process import in_main_thread, settings
 from instep.process.patching import Function
 from instep.process.torch_private import foreach_add_
 from instep.training.drift.step_gradients import GradientCheck
@@ -45,7 +44,7 @@ def step(
     Returns False, and has done nothing, if every rank is to make the whole step. Raises DriftError
     if the ranks' gradients or options have become different.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         return False  # the ranks' threads need not come to their steps in the same order
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
     if len(parameters) < len(lists[0]) or not are_many(parameters):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
+from instep.process import in_main_thread
 from instep.process.patching import Function
 from instep.process.torch_private import is_in_forward_ad, peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
@@ -64,7 +64,7 @@ def module_call(original: Function) -> Function:
             or call_state.inside
             or torch.jit.is_tracing()  # to look at an argument's shape would be an operation, too
             or (call_state.whole_depth and not module._modules and not has_work(module, args))
-            or threading.current_thread() is not threading.main_thread()
+            or not in_main_thread()
             or is_rank_local()  # a sample that only this rank loads, or a loader's worker
         ):
             return original(module, *args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.distributed.communication.tensors import as_bytes
+from instep.process import in_main_thread
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
 from instep.training.autograd_graph import roots_of
@@ -76,7 +76,7 @@ class BitRecorder:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return original(module, *args, **kwargs)
         region = current_region()
-        is_main = threading.current_thread() is threading.main_thread()
+        is_main = in_main_thread()
         if region is None and not is_main:
             return original(module, *args, **kwargs)
         if region is None and self._depth == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import gather_values, on_any_rank
-from instep.process import settings
+from instep.process import in_main_thread, settings
 from instep.training.drift.rank0_values import take_rank0_values
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
@@ -213,7 +212,7 @@ def set_fallback(fallback: Fallback | None) -> None:
 def current_fallback() -> Fallback | None:
     """What is to be asked here: nothing outside of the script's main thread, or where this rank
     alone works."""
-    if not _current or threading.current_thread() is not threading.main_thread():
+    if not _current or not in_main_thread():
         return None
     return None if is_rank_local() else _current[0]
 

@@ -7,7 +7,6 @@ like any other: the first operation on it gathers the rows.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -21,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
+from instep.process import in_main_thread
 from instep.process.patching import Function
 from instep.process.torch_private import (
     DisableTorchFunctionSubclass,
@@ -101,7 +101,7 @@ class ShardedOutput(Tensor):
 
     def full_tensor(self) -> Tensor:
         """All rows. Collective, the first time."""
-        if self.full is None and threading.current_thread() is not threading.main_thread():
+        if self.full is None and not in_main_thread():
             return self._full_in_thread()
         changed = self.changed_rows()
         with torch.set_grad_enabled(self.requires_grad):

@@ -7,7 +7,6 @@ rank 0: parameters would drift apart otherwise.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.identity import torch_devices
+from instep.process import in_main_thread
 from instep.process.torch_private import skip_frame
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import find_whole_leaves
@@ -79,8 +79,7 @@ def broadcast_whole_part(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
 
 def _cannot_communicate() -> bool:
     """Whether this backward is this rank's own, or recorded for replays without Python."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_rank_local() or not is_main or torch_devices.is_capturing_graph()
+    return is_rank_local() or not in_main_thread() or torch_devices.is_capturing_graph()
 
 
 def _state_of(module: nn.Module) -> Iterator[Tensor]:
