@@ -1,13 +1,13 @@
-"""Random operations of torch, in one table: what each draws, for the whole batch.
+"""Random operations of torch, in two tables: what each draws, for the whole batch.
 
-In a replica (`instep.replicate`) the functions of torch.nn.functional in the table are replaced:
-which units are dropped depends on a sample's position in the global batch, never on the rank that
-holds it. On the CPU the mask of row i is words [i*w, (i+1)*w) of one Philox stream (Salmon et al.
-2011), which is counter-based: a rank jumps to its own rows and draws nothing else. On a GPU the
-mask of the whole batch is drawn and sliced, which is cheap there.
+In a replica (`instep.replicate`) some functions of torch.nn.functional are replaced: which units
+are dropped depends on a sample's position in the global batch, never on the rank that holds it. On
+the CPU the mask of row i is words [i*w, (i+1)*w) of one Philox stream (Salmon et al. 2011), which
+is counter-based: a rank jumps to its own rows and draws nothing else. On a GPU the mask of the
+whole batch is drawn and sliced, which is cheap there.
 
-In an unedited script operations draw from torch's generators what one process would draw. The
-table tells which of their arguments must be those of the whole batch (`Draws`).
+In an unedited script operations draw from torch's generators what one process would draw. `Draws`
+tells which of their arguments must be those of the whole batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SELU_FLOOR = -1.7580993408473766
 """-lambda * alpha of SELU, what a dropped unit of alpha dropout becomes (Klambauer et al. 2017)."""
 
 
-# ------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------ the tables
 
 
 class Draws(Enum):
@@ -68,17 +68,13 @@ class Draws(Enum):
     """The numbers in its tensors, as in torch.bernoulli."""
 
 
-@dataclass(frozen=True)
-class RandomOp:
-    """One random operation. Operations that are not in the table are of the default kind."""
-
-    aten: str | None = None
-    """Its name in torch.ops.aten, if instep has to know how it draws in an unedited script."""
-    draws: Draws = Draws.VALUES
-    functional: str | None = None
-    """Its name in torch.nn.functional, if it is replaced in a replica..."""
-    replacement: Function | None = None
-    """...by this function, called as `replacement(original, *args, **kwargs)`."""
+_DRAWS = {
+    "rand": Draws.SIZE,
+    "randn": Draws.SIZE,
+    "randint": Draws.SIZE,
+    "native_dropout": Draws.MASK,
+}
+"""By names in torch.ops.aten: of operations whose name alone misleads (see `draws_of`)."""
 
 
 def draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -95,9 +91,8 @@ def draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 def draws_of(aten: str) -> Draws:
     """How an operation of torch.ops.aten draws."""
-    if aten in _BY_ATEN_NAME:
-        return _BY_ATEN_NAME[aten].draws
-    return Draws.SHAPE if aten.endswith(("_", "_like")) else Draws.VALUES
+    by_name = Draws.SHAPE if aten.endswith(("_", "_like")) else Draws.VALUES
+    return _DRAWS.get(aten, by_name)
 
 
 def _every_unit(x: Tensor) -> Shape:
@@ -143,25 +138,16 @@ def _alpha_dropout(
     return input.mul_(factor).add_(shift) if inplace else input * factor + shift
 
 
-RANDOM_OPS = (
-    RandomOp("rand", Draws.SIZE),
-    RandomOp("randn", Draws.SIZE),
-    RandomOp("randint", Draws.SIZE),
-    RandomOp("native_dropout", Draws.MASK, "dropout", partial(_dropout, _every_unit)),
-    RandomOp(functional="dropout1d", replacement=partial(_dropout, partial(_feature_maps, (3,)))),
-    RandomOp(functional="dropout2d", replacement=partial(_dropout, partial(_feature_maps, (3, 4)))),
-    RandomOp(functional="dropout3d", replacement=partial(_dropout, partial(_feature_maps, (5,)))),
-    RandomOp(functional="alpha_dropout", replacement=partial(_alpha_dropout, _every_unit)),
-    RandomOp(
-        functional="feature_alpha_dropout",
-        replacement=partial(_alpha_dropout, partial(_feature_maps, range(2, 9))),
-    ),
-)
-_BY_ATEN_NAME = {op.aten: op for op in RANDOM_OPS if op.aten}
-REPLACED_FUNCTIONS = {
-    op.functional: op.replacement for op in RANDOM_OPS if op.functional and op.replacement
+REPLACED_FUNCTIONS: dict[str, Function] = {
+    "dropout": partial(_dropout, _every_unit),
+    "dropout1d": partial(_dropout, partial(_feature_maps, (3,))),
+    "dropout2d": partial(_dropout, partial(_feature_maps, (3, 4))),
+    "dropout3d": partial(_dropout, partial(_feature_maps, (5,))),
+    "alpha_dropout": partial(_alpha_dropout, _every_unit),
+    "feature_alpha_dropout": partial(_alpha_dropout, partial(_feature_maps, range(2, 9))),
 }
-"""The functions of torch.nn.functional that are replaced in replicas, by their names."""
+"""The replacements in replicas, by names in torch.nn.functional; called as
+`replacement(original, *args, **kwargs)`."""
 
 
 # -------------------------------------------------------------------------- draws of replicas
