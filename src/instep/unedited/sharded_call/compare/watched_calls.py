@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
-from instep.unedited.sharded_call.run.argument_writes import ArgumentDicts, with_tensor_attributes
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, with_tensor_attributes
 from instep.unedited.sharded_call.run.execution import leaves_of_output, run_sharded
 from instep.unedited.sharded_call.run.sharded_output import is_zero
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -37,7 +37,7 @@ def run_watched(
     Collective. Raises ShardedCallError if it has changed tensors among its arguments in place.
     """
     before, seen = Snapshot(call), versions(call.tensors)
-    dicts = ArgumentDicts(call)
+    watch = ArgumentWatch(call, call.args, call.kwargs)
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
@@ -56,7 +56,7 @@ def run_watched(
         raise ShardedCallError.changes_arguments(call.module)  # which nothing sets back
     effects.reset_warnings()
     before.restore()
-    dicts.restore()
+    watch.restore_items()
     return compare_traced(call, plan, flow, group, gradients=True)
 
 

@@ -94,16 +94,9 @@ class ArgumentWatch:
         given_back = output if returned is None else None
         return Written(given_back, returned, tuple(items), tuple(removed), kept)
 
-
-class ArgumentDicts:
-    """The items of the dicts among the arguments of a call, to be set back."""
-
-    def __init__(self, call: BoundCall) -> None:
-        self._items = [(each, dict(each)) for each in _dicts([*call.args, *call.kwargs.values()])]
-
-    def restore(self) -> None:
-        """Let each have the items again that it had."""
-        for each, items in self._items:
+    def restore_items(self) -> None:
+        """Let each of the dicts have the items again that it had."""
+        for each, items in zip(self._dicts, self._given, strict=True):
             for key in [key for key in each if key not in items]:
                 del each[key]
             for key, value in items.items():
