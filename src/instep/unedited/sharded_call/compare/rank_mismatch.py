@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
-from instep.training.pytree import is_column, leaves_of
-from instep.unedited.sharded_call.plan.division import is_entries
+from instep.training.pytree import is_column
+from instep.unedited.sharded_call.plan.division import values_in
 from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
@@ -44,7 +45,7 @@ def first_mismatch(
     buffers = dict(module.named_buffers())
     parts = {
         _PARAMETERS: [*nn.Module.parameters(module)],
-        _ARGUMENTS: _inside(leaves),
+        _ARGUMENTS: [*chain.from_iterable(map(values_in, leaves))],
         _BUFFERS: [*buffers.values()],
     }
     found = _mismatch(parts, transport)
@@ -63,12 +64,8 @@ def first_mismatch(
 
 def arguments_mismatch(leaves: Sequence[Any], transport: Transport) -> str | None:
     """As the text of `first_mismatch`, of the arguments alone. Collective."""
-    found = _mismatch({_ARGUMENTS: _inside(leaves)}, transport)
+    found = _mismatch({_ARGUMENTS: [*chain.from_iterable(map(values_in, leaves))]}, transport)
     return None if found is None else _difference(found[0], found[2])
-
-
-def _inside(leaves: Sequence[Any]) -> list[Any]:
-    return [each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else (leaf,))]
 
 
 def _difference(what: str, rank: int, cause: str = _CLOCK) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -138,15 +139,19 @@ def has_other_lengths(leaf: Any) -> bool:
     return is_entries(leaf) and len({shape[:1] for shape in shapes_of([leaf])}) > 1
 
 
+def values_in(leaf: Any) -> list[Any]:
+    """This leaf alone, or what is in its entries."""
+    return leaves_of(leaf) if is_entries(leaf) else [leaf]
+
+
 def tensors_in(leaf: Any) -> list[Tensor]:
     """The tensors that are this leaf, or in its entries."""
-    inside = leaves_of(leaf) if is_entries(leaf) else (leaf,)
-    return [each for each in inside if isinstance(each, Tensor)]
+    return [each for each in values_in(leaf) if isinstance(each, Tensor)]
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors and arrays among these, and in their entries."""
-    inside = (each for leaf in leaves for each in (leaves_of(leaf) if is_entries(leaf) else [leaf]))
+    inside = chain.from_iterable(map(values_in, leaves))
     return tuple(tuple(each.shape) for each in inside if isinstance(each, Tensor | np.ndarray))
 
 
