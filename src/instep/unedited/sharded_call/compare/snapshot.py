@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from instep.process.torch_private import set_version_counter
 from instep.training.drift.bit_sums import bit_sums, is_comparable
+from instep.training.pytree import versions
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
@@ -86,11 +87,8 @@ class Snapshot:
         """The parameters of a module that moves them are among them."""
         self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), call.functions)
         self._versions = {
-            "its input": [t._version for t in call.tensors if not t.is_inference()],
-            **{
-                what: [p._version for p in parameters if not p.is_inference()]
-                for what, parameters in _parameters_of(module).items()
-            },
+            "its input": versions(call.tensors),
+            **{what: versions(kept) for what, kept in _parameters_of(module).items()},
         }
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""

@@ -179,9 +179,7 @@ def _check_draws(name: str, group: ShardGroup) -> None:
 
 
 def _buffer_versions(parts: Iterable[nn.Module]) -> list[int]:
-    return [
-        buffer._version for part in parts for buffer in part._buffers.values() if buffer is not None
-    ]
+    return versions(buffer for part in parts for buffer in part._buffers.values())
 
 
 def run_planned(
