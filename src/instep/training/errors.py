@@ -8,8 +8,6 @@ from typing import Any
 from instep.errors import LaunchError, TrainingError
 from instep.process.exit_status import format_ranks
 
-_SHOWN_BATCHES = 8
-
 
 class BitwiseError(LaunchError):
     """`--bitwise` with a number of ranks or a script that cannot be, or a script without it that
@@ -204,19 +202,6 @@ class NonFiniteGradError(TrainingError):
 
 class UnknownBatchError(TrainingError):
     """A forward may belong to batches of different sizes, and it is not known to which."""
-
-    def __init__(self, rows: Sequence[int], batches: Sequence[tuple[int, int]]) -> None:
-        seen = ", ".join(map(str, rows)) or "no"
-        shown = [f"one of {total} samples ({count} here)" for total, count in batches]
-        more = [f"{len(shown) - _SHOWN_BATCHES} more"] if len(shown) > _SHOWN_BATCHES else []
-        listed = ", ".join([*shown[:_SHOWN_BATCHES], *more])
-        super().__init__(
-            f"a forward's inputs have {seen} rows on this rank, and they may belong to different "
-            f"batches: {listed}. Its gradient must be weighted by the batch's share, so pass the "
-            "model the tensors that the sharded loader yields or views of them; or divide the "
-            "other tensors by instep.shard; or, if another object loads ahead of the model, "
-            "shard that object: instep.shard(prefetcher)."
-        )
 
 
 class EmptyBlockError(TrainingError):

@@ -11,6 +11,8 @@ from instep.training.errors import UnknownBatchError
 
 _MAX_VIEWS = 8
 """Inputs may have so many rows for each sample of the batch."""
+_SHOWN_BATCHES = 8
+"""How many batches an error lists."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,18 @@ class BatchCandidates:
         return kept[0]
 
     def _error(self, *blocks: Block | None) -> UnknownBatchError:
-        shown = [(block.total, _rows(block)) for block in blocks if block is not None]
-        return UnknownBatchError(sorted(self.rows), shown)
+        seen = ", ".join(map(str, sorted(self.rows))) or "no"
+        known = [block for block in blocks if block is not None]
+        shown = [f"one of {block.total} samples ({_rows(block)} here)" for block in known]
+        more = [f"{len(shown) - _SHOWN_BATCHES} more"] if len(shown) > _SHOWN_BATCHES else []
+        listed = ", ".join([*shown[:_SHOWN_BATCHES], *more])
+        return UnknownBatchError(
+            f"a forward's inputs have {seen} rows on this rank, and they may belong to different "
+            f"batches: {listed}. Its gradient must be weighted by the batch's share, so pass the "
+            "model the tensors that the sharded loader yields or views of them; or divide the "
+            "other tensors by instep.shard; or, if another object loads ahead of the model, "
+            "shard that object: instep.shard(prefetcher)."
+        )
 
     def resolve_on_this_rank(self) -> Block | None:
         """The one batch; None if this rank cannot tell by itself. Not collective."""
