@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import cast
 
 from instep.unedited.bitwise import check_ranks
 from instep.verify.progress import RunProgress, all_steps
@@ -46,15 +47,20 @@ def find_difference(first: RunRecord, other: RunRecord) -> BitDifference | None:
             pairs = (expected.of_shards.get(shard, []), found.of_shards.get(shard, []))
             if (what := _first_of(*pairs)) is not None:
                 return BitDifference(other.n, step, what, shard)
-        for rank in other.ranks:
-            if (what := _first_of(expected.of_all, rank.steps[step].of_all)) is not None:  # type: ignore[attr-defined]
+        for bits in _bits_at(other, step):
+            if (what := _first_of(expected.of_all, bits.of_all)) is not None:
                 return BitDifference(other.n, step, what, None)
     return None
 
 
+def _bits_at(run: RunRecord, step: int) -> list[StepBits]:
+    """One step on all ranks, of a run of which the bits were recorded."""
+    return cast("list[StepBits]", run.at(step))
+
+
 def _merged(run: RunRecord, step: int) -> StepBits:
     """A step with the shards of all ranks."""
-    ranks: list[StepBits] = [rank.steps[step] for rank in run.ranks]  # type: ignore[misc]
+    ranks = _bits_at(run, step)
     shards = {shard: digests for each in ranks for shard, digests in each.of_shards.items()}
     return StepBits(shards, ranks[0].of_all, ranks[0].state)
 
@@ -92,7 +98,7 @@ def report_bits(runs: Sequence[RunRecord], shards: int) -> Iterator[str]:
     """The lines of the report."""
     yield f"{'n':>3}  {'seconds':>7}  {'steps':>5}  sha256 of parameters, buffers, optimizer state"
     for run in runs:
-        last: StepBits = run.ranks[0].steps[run.steps - 1]  # type: ignore[assignment]
+        last = _bits_at(run, run.steps - 1)[0]
         yield f"{run.n:>3}  {run.seconds:>7.1f}  {run.steps:>5}  {last.state}"
     yield ""
     first, *others = runs
@@ -102,7 +108,7 @@ def report_bits(runs: Sequence[RunRecord], shards: int) -> Iterator[str]:
     else:
         sizes = ", ".join(str(run.n) for run in runs)
         yield f"IDENTICAL on {sizes} ranks, step by step, with every batch in {shards} shards."
-    if not any(step.of_shards for rank in first.ranks for step in rank.steps):  # type: ignore[attr-defined]
+    if not any(bits.of_shards for k in range(first.steps) for bits in _bits_at(first, k)):
         yield (
             "No call of a module was divided: every rank computed everything. `instep run -n 2 "
             f"--bitwise {shards}` of the script says why."
