@@ -15,11 +15,11 @@ from instep.distributed.communication.transport import Transport, overlap_group
 from instep.process.exit_status import group_ranks
 from instep.process.torch_private import hooks_of, later_hooks_of
 from instep.training.batches import progress
+from instep.training.buckets.bucket_sums import finish_buckets, make_bucket
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.grad_buckets import finish_buckets, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.comparison import DriftCheck

@@ -19,8 +19,8 @@ from instep.distributed.communication.transport import (
 )
 from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_private import queue_callback
+from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
-from instep.training.buckets.grad_buckets import make_bucket
 from instep.training.buckets.layout import BucketLayout, plan_buckets
 from instep.training.replicas import with_copies
 

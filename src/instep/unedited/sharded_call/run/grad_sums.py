@@ -24,8 +24,8 @@ from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id, hooks_of
 from instep.training.autograd_graph import Root, node_of
 from instep.training.blocks import Block
+from instep.training.buckets.bucket_sums import finish_buckets
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.grad_buckets import finish_buckets
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region

@@ -13,9 +13,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import hooks_of, later_hooks_of
+from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.grad_buckets import make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import find_tables
 
