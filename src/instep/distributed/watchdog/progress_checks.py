@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from instep.distributed.conditions import advise_on_condition
 from instep.distributed.flight_record.record_format import read_wait
@@ -44,8 +45,9 @@ class ProgressChecks:
         self._record_file: int = start["record"]
         """For `record_format.read_wait`."""
         self._stalls, self._abort = stalls, abort
-        self._is_frequent = self._ended = False
-        """Whether any rank has come to its end; whether the rank's process has ended."""
+        self._ended = False
+        """Whether the rank's process has ended."""
+        self._interval = CHECK_SECONDS
         self._ended_ranks: set[int] = set()
         self._children: dict[int, int] = {}
         """The process descriptors of the rank's child processes, such as loader workers."""
@@ -63,7 +65,7 @@ class ProgressChecks:
         """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
         self._late_number = 0
         """In the flight record, of the last collective that was reported to be late."""
-        loop.call_later(CHECK_SECONDS, self._check_regularly)
+        loop.call_later(self._interval, partial(self._check_every, self._interval))
         loop.call_later(LATE_SECONDS, self._check_late)
 
     def rank_ended(self) -> None:
@@ -83,19 +85,15 @@ class ProgressChecks:
 
     def shorten_interval(self) -> None:
         """A rank has come to its end: check more often from now on."""
-        if not self._is_frequent:
-            self._is_frequent = True
-            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
+        if self._interval != FREQUENT_CHECK_SECONDS:
+            self._interval = FREQUENT_CHECK_SECONDS
+            self._loop.call_later(self._interval, partial(self._check_every, self._interval))
 
-    def _check_regularly(self) -> None:
-        if not self._is_frequent and not self._ended:
+    def _check_every(self, seconds: float) -> None:
+        """Check so often until the rank ends, or the interval becomes shorter."""
+        if not self._ended and seconds == self._interval:
             self._check()
-            self._loop.call_later(CHECK_SECONDS, self._check_regularly)
-
-    def _check_frequently(self) -> None:
-        if not self._ended:
-            self._check()
-            self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
+            self._loop.call_later(seconds, partial(self._check_every, seconds))
 
     def _check_late(self) -> None:
         """Let the hub compare what the ranks have entered if this one waits for long, or sleeps:

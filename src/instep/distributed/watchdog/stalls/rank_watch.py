@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
+from typing import NamedTuple
 
 from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.record_format import FlightRecord
@@ -31,6 +34,15 @@ IDLE_SHARE = 0.1
 """Of a core, up to which a rank is idle: in shared memory one that waits wakes now and then."""
 WINDOW_SECONDS = 60.0
 """Over which the rates of `instep where --status` are taken."""
+
+
+class _Poll(NamedTuple):
+    """How far the rank had come at a time."""
+
+    time: float
+    epoch: int
+    step: int
+    collectives: int
 
 
 class RankWatch:
@@ -67,8 +79,7 @@ class RankWatch:
         self._level = 0
         """The number of reports about this wait."""
         self._polled = time.monotonic()
-        self._history: deque[tuple[float, int, int, int]] = deque()
-        """Of each poll: the time, the epoch, the step, the number of collectives."""
+        self._history: deque[_Poll] = deque()
         interval = POLL_SECONDS
         if self._threshold:
             interval = min(interval, max(_FASTEST, self._threshold / _POLLS_PER_THRESHOLD))
@@ -95,8 +106,8 @@ class RankWatch:
         elapsed = min(now - self._polled, 2 * self._interval)  # this process may have been stopped
         self._polled = now
         header = record_format.read_header(self._rank.record)
-        self._history.append((now, header.epoch, header.step, header.count))
-        while self._history[0][0] < now - WINDOW_SECONDS:
+        self._history.append(_Poll(now, header.epoch, header.step, header.count))
+        while self._history[0].time < now - WINDOW_SECONDS:
             self._history.popleft()
         progress = header.count, header.last_left or 0.0
         is_idle = self._is_idle(elapsed)
@@ -212,13 +223,13 @@ def waiting_share(record: FlightRecord, now: float) -> float | None:
     return inside / max(now - spans[0][0], 1e-9)
 
 
-def _rate(history: deque[tuple[float, int, int, int]]) -> tuple[float, str] | None:
+def _rate(history: Sequence[_Poll]) -> tuple[float, str] | None:
     """Steps per second; collectives per second where the job counts no steps."""
     if len(history) < 2:
         return None
-    seconds = history[-1][0] - history[0][0]
-    pairs = [(a, b) for a, b in zip(history, list(history)[1:], strict=False)]
-    if any(entry[1] or entry[2] for entry in history):
-        steps = sum(b[2] - a[2] if b[1] == a[1] else b[2] for a, b in pairs)
+    first, last = history[0], history[-1]
+    seconds = last.time - first.time
+    if any(poll.epoch or poll.step for poll in history):
+        steps = sum(b.step - a.step if b.epoch == a.epoch else b.step for a, b in pairwise(history))
         return steps / seconds, "steps"
-    return (history[-1][3] - history[0][3]) / seconds, "collectives"
+    return (last.collectives - first.collectives) / seconds, "collectives"
