@@ -17,7 +17,7 @@ from instep.launch.output import Streams
 from instep.launch.worker.control_bytes import BEGUN, GO, READY
 from instep.process import python_command
 from instep.process.failure import Failure, RankExit
-from instep.process.pending_writes import marker_path
+from instep.process.pending_writes import marker_path, remove_drafts
 
 
 class RankProcess:
@@ -100,10 +100,11 @@ class RankProcess:
         return self.end is None and self.failed_by_itself()
 
     def reap(self) -> None:
-        """Wait for the process, and release its id."""
+        """Wait for the process, release its id, and remove the draft that it was writing."""
         self._process.wait()
         os.close(self.pidfd)
         self.line.close()
+        remove_drafts(self._mark)
 
 
 @dataclass(frozen=True)

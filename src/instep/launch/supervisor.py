@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +120,8 @@ def run_job(
     )
     with SignalQueue() as signal_queue:
         supervisor = Supervisor(signal_queue, SupervisorConnections(job_info))
-        with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
+        own = storage.make_job_folder(job.size) if folder is None else nullcontext(folder)
+        with own as files_of_job:
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
             starting = _start_ranks(job, job_info, output, files, start)
             _run_ranks(starting, job_info, supervisor, output, files, started)
@@ -139,10 +139,6 @@ def run_job(
 def _add_details(end: RankExit, seen: LastPosition) -> RankExit:
     """Add what the rank's files say about its end."""
     return replace(end, details=seen.describe(end.code, end.time), finished=seen.has_finished())
-
-
-def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="instep-", dir=storage.choose_folder(ranks))
 
 
 def _run_ranks(
@@ -167,9 +163,8 @@ def _run_ranks(
         supervisor.wait(ranks)
     finally:
         end_ranks((rank.pid for rank in ranks), job_info.name)
-        for rank, file in zip(ranks, files, strict=False):
+        for rank in ranks:
             rank.reap()
-            pending_writes.remove_drafts(pending_writes.marker_path(file))
         reaper.stop()
 
 

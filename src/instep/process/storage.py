@@ -24,6 +24,11 @@ def choose_folder(ranks: int) -> str:
     return max(free, key=lambda folder: free[folder])
 
 
+def make_job_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
+    """A new folder for the files of a job with so many ranks on this host."""
+    return tempfile.TemporaryDirectory(prefix="instep-", dir=choose_folder(ranks))
+
+
 def describe_folder(folder: str) -> str:
     """A folder, and the free space there."""
     return f"{folder} ({shutil.disk_usage(folder).free / 2**30:.1f} GiB free)"

@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from instep.launch.rank_process import RankProcess, RankSpec, start_rank
 from instep.launch.rank_variables import rank_environment
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
-from instep.process import pending_writes, print_line, settings, storage
+from instep.process import print_line, settings, storage
 from instep.process.exit_status import format_ranks, shell_exit_code
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition
@@ -124,10 +123,7 @@ class Driver:
 
     def run(self) -> int:
         """Run the job to its end and return the exit code. No process of it is left then."""
-        folder = tempfile.TemporaryDirectory(
-            prefix="instep-", dir=storage.choose_folder(self._options.size)
-        )
-        with SignalQueue() as signals, folder as files:
+        with SignalQueue() as signals, storage.make_job_folder(self._options.size) as files:
             self._files, self._reaper = Path(files), Reaper(self._job.name, Path(files))
             self._selector.register(
                 signals, selectors.EVENT_READ, partial(self._on_signal, signals)
@@ -144,9 +140,8 @@ class Driver:
             finally:
                 self._discovery.stop()
                 end_ranks((rank.pid for rank in self._started), self._job.name)
-                for number, rank in enumerate(self._started):
+                for rank in self._started:
                     rank.reap()
-                    pending_writes.remove_drafts(pending_writes.marker_path(self._file(number)))
                 self._reaper.stop()
                 self._discovery.close()
             self._output.finish(self._all_failures)

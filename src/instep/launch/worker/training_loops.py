@@ -81,9 +81,8 @@ class TrainingLoops:
                 is_method = isinstance(script.parent(function), ast.ClassDef)
                 table = self._methods if is_method else self._functions
                 table.setdefault(function.name, []).append(function)
-        classes = {node.name for node in script.all(ast.ClassDef)}
         for assign in script.all(ast.Assign):
-            if script.call_name(assign.value) in classes or isinstance(assign.value, ast.Call):
+            if isinstance(assign.value, ast.Call):
                 for target in assign.targets:
                     name = _last_name(target)
                     self._instances.setdefault(name, set()).add(script.call_name(assign.value))
