@@ -17,6 +17,7 @@ from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.negotiation.message_table import Response
 from instep.distributed.rendezvous import signed_pickle
 from instep.process.torch_private import tree_leaves, tree_map
+from instep.training.drift.optimizers import parameters_of
 
 T = TypeVar("T")
 
@@ -108,10 +109,9 @@ def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
 
     Scripts read them. There is no such step here: weight decay would change the parameters.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in parameters_of(optimizer):
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def broadcast_object(

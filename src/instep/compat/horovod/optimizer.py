@@ -17,6 +17,7 @@ from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import CallOrderError, UnsupportedOpError, WrongArgumentError
 from instep.compat.horovod.ops import Adasum, Average, Sum, parse_op
+from instep.training.drift.optimizers import parameters_of
 
 Closure = Callable[[], Any]
 Groups = int | Sequence[Sequence[Tensor]]
@@ -226,7 +227,7 @@ def _names(
             f"{', '.join(duplicates)}. Put something before the names of each model."
         )
     name_of = {p: name for name, p in pairs}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if shapes := [tuple(p.shape) for p in parameters if p not in name_of]:
         raise WrongArgumentError(
             "named_parameters does not name every parameter of the optimizer; without a name are "

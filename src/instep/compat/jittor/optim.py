@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from instep.distributed.rendezvous import bootstrap
 from instep.training.buckets.reducer import reducer_of
+from instep.training.drift.optimizers import parameters_of
 from instep.training.errors import CannotShardError
 
 __all__ = ["SGD", "Adam", "AdamW"]
@@ -56,8 +57,7 @@ class _LossSteps(torch.optim.Optimizer):
         clip_grad_norm_(self._trained(), max_norm, norm_type)
 
     def _trained(self) -> list[Tensor]:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        return [parameter for parameter in parameters if parameter.requires_grad]
+        return [each for each in parameters_of(self) if each.requires_grad]
 
 
 def _hooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from instep.training.amp.errors import PrecisionError
 from instep.training.amp.levels import HALVES, Options
 from instep.training.amp.loss_scaler import unscale
 from instep.training.amp.master_weights import MasterWeight
+from instep.training.drift.optimizers import parameters_of
 from instep.training.optimizer_shards.sharded_step import PRECISION
 
 Report = Callable[[str], None]
@@ -116,15 +117,14 @@ class OptimizerSteps:
         Its gradients become zeros, so that another loss's gradients are checked by themselves.
         """
         self._skip = why
-        for grad in (p.grad for group in self._optimizer.param_groups for p in group["params"]):
-            if grad is not None:
-                grad.detach().zero_()
+        for parameter in parameters_of(self._optimizer):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
 
     def _without_copy(self) -> Iterator[Tensor]:
         """The parameters without a float32 copy."""
         copies = {id(master.copy) for master in self.masters}
-        for group in self._optimizer.param_groups:
-            yield from (p for p in group["params"] if id(p) not in copies)
+        return (p for p in parameters_of(self._optimizer) if id(p) not in copies)
 
     # --------------------------------------------------------------------- the three methods
 

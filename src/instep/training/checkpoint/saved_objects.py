@@ -17,6 +17,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.training.buckets.reducer import partial_sums
 from instep.training.checkpoint.errors import CannotSaveError, OtherModelError
 from instep.training.checkpoint.plain_loaders import StatefulLoader, track
+from instep.training.drift.optimizers import parameters_of
 from instep.training.metrics import Metric
 from instep.training.shards import ShardedLoader
 
@@ -160,8 +161,7 @@ class PendingGrads:
         return [grad for each in self._parameters() if (grad := each.grad) is not None]
 
     def _parameters(self) -> list[Tensor]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
+        return [each for optimizer in self._optimizers for each in parameters_of(optimizer)]
 
 
 def _whole_grad(parameter: Tensor, *, is_part: bool) -> Tensor | None:

@@ -29,6 +29,7 @@ from instep.training.drift.optimizers import (
     follow_optimizers,
     named_options,
     other_parameters,
+    parameters_of,
 )
 from instep.training.errors import DriftError
 
@@ -173,7 +174,7 @@ class DriftCheck:
             return
         model = self._model()
         own = set() if model is None else self._own(model)
-        is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        is_own = any(id(each) in own for each in parameters_of(optimizer))
         if not is_own:
             return
         self.step += 1

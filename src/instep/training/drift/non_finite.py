@@ -25,7 +25,7 @@ from instep.process import settings
 from instep.training.autograd_graph import Root
 from instep.training.blocks import Block
 from instep.training.drift.comparison import DriftCheck
-from instep.training.drift.optimizers import before_each_step, follow_optimizers
+from instep.training.drift.optimizers import before_each_step, follow_optimizers, parameters_of
 from instep.training.errors import NonFiniteGradError
 
 
@@ -133,7 +133,7 @@ class _Finding:
     def is_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer steps with the gradient."""
         parameter = self._parameter()
-        return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+        return any(each is parameter for each in parameters_of(optimizer))
 
 
 def _warn(text: str) -> None:
@@ -196,7 +196,7 @@ def report_step(optimizer: Optimizer, step: int, show: Callable[[str], None]) ->
     """
     if _report.has_shown or _skips_step(optimizer):
         return _report.has_shown
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     found = [p for p in parameters if p.grad is not None and not p.grad.isfinite().all()]
     if not found:
         return False

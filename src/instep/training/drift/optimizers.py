@@ -55,6 +55,11 @@ def stepped_optimizers() -> list[Optimizer]:
     return [optimizer for optimizer in known.values() if optimizer is not None]
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all its groups, in order."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
     """The hyper-parameters of optimizers that have stepped on the parameters of these ids.
 
@@ -80,7 +85,7 @@ def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, tu
     beside: dict[str, tuple[Tensor, bool]] = {}
     apart: dict[str, tuple[Tensor, bool]] = {}
     for optimizer in stepped_optimizers():
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         is_beside = any(id(each) in ids for each in parameters)
         for index, parameter in enumerate(parameters):
             if id(parameter) not in known:

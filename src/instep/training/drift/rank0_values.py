@@ -16,7 +16,7 @@ from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.transport import Transport
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import compared_models
-from instep.training.drift.optimizers import stepped_optimizers
+from instep.training.drift.optimizers import parameters_of, stepped_optimizers
 from instep.training.pytree import find_tensors
 
 
@@ -41,10 +41,9 @@ def _all_tensors() -> Iterator[Tensor]:
         yield from _with_gradients(model.parameters())
         yield from model.buffers()
     for optimizer in stepped_optimizers():
-        for group in optimizer.param_groups:
-            yield from _with_gradients(group["params"])
-            for parameter in group["params"]:
-                yield from find_tensors(optimizer.state.get(parameter))
+        parameters = parameters_of(optimizer)
+        yield from _with_gradients(parameters)
+        yield from find_tensors([optimizer.state.get(each) for each in parameters])
 
 
 def _with_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

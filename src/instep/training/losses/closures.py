@@ -24,6 +24,7 @@ from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
 from instep.training.autograd_graph import Root
 from instep.training.buckets.reducer import reducer_of
+from instep.training.drift.optimizers import parameters_of
 
 Closure = Callable[[], Any]
 Noted = list[tuple[float, float]]
@@ -60,7 +61,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not isinstance(optimizer, LBFGS) or get_transport().size == 1 or scope_number() is not None:
         return None
-    if not any(p in reducer_of for group in optimizer.param_groups for p in group["params"]):
+    if not any(each in reducer_of for each in parameters_of(optimizer)):
         return None
     if len(args) > 1:
         return (args[0], functools.partial(_loss_of_batch, args[1]), *args[2:]), kwargs

@@ -16,6 +16,7 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import TrainingError
 from instep.training.buckets.reducer import partial_sums, reducer_of
+from instep.training.drift.optimizers import parameters_of
 from instep.training.drift.step_gradients import GradientCheck
 from instep.training.errors import CannotShardError, ShardedTwiceError
 from instep.training.optimizer_shards.bucket import Divide, State, StepBucket
@@ -164,7 +165,7 @@ class _ShardedSteps:
             with torch.enable_grad():
                 loss = closure()
         self._divide_new(optimizer, lambda parameter: parameter.grad is not None)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         _check_summed(parameters)
         gradients = [each.grad for each in parameters]
         self._check_of_gradients.begin_step(parameters, gradients, {}, self._transport)

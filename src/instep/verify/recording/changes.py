@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import DataLoaderIterator, tree_map
 from instep.training import replicas, shards
+from instep.training.drift.optimizers import parameters_of
 from instep.training.optimizer_shards.sharded_step import DividedState
 from instep.training.random_streams import SeededIndex
 from instep.verify.recording.records import read_tensors
@@ -69,8 +70,8 @@ def load_state(
 def _load_divided(optimizer: Optimizer, states: dict[Tensor, Any]) -> None:
     """Give a divided optimizer the states of whole parameters."""
     whole = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    whole["state"] |= {k: states[p] for k, p in enumerate(parameters) if p in states}
+    numbered = enumerate(parameters_of(optimizer))
+    whole["state"] |= {number: states[each] for number, each in numbered if each in states}
     optimizer.load_state_dict(whole)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.compat.apex.optimizers.arguments import StepByParameter, norm
+from instep.training.drift.optimizers import parameters_of
 
 
 class FusedLAMB(StepByParameter):
@@ -56,8 +57,7 @@ class FusedLAMB(StepByParameter):
         self.use_nvlamb = use_nvlamb
 
     def _prepare(self) -> None:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [each.grad for each in parameters_of(self) if each.grad is not None]
         norms = [norm(grad).to(grads[0].device) for grad in grads]
         total = torch.stack(norms).norm() if norms else torch.zeros(())
         self._clip = torch.clamp(total / self.defaults["max_grad_norm"], min=1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from instep.compat.apex.optimizers.arguments import refuse
 from instep.compat.apex.optimizers.fused_lamb import FusedLAMB
+from instep.training.drift.optimizers import parameters_of
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -62,8 +63,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """Load a state in the dtypes in which it was saved."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in zip(numbers, parameters_of(self), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 self.state[parameter][name] = value.to(parameter.device, copy=True)
 
