@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from instep.process.exit_status import rank_ranges
+
 PHASES = (
     *("", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint"),
     *("single_process_scope", "exit"),
@@ -120,19 +122,13 @@ class FlightRecord:
 
 def group_text(name: str, ranks: Iterable[int]) -> str:
     """A group as the record names it: its name in torch, and its members as ranks of the job."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    members = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    members = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in rank_ranges(ranks))
     return f"{name[:32]}:{members}"
 
 
 def message_group(rank: int, other: int, tag: int = 0) -> str:
     """As `group_text`, for messages between two ranks of the job: their order is their own."""
-    return group_text(f"{MESSAGES}{tag}", sorted((rank, other)))
+    return group_text(f"{MESSAGES}{tag}", (rank, other))
 
 
 def encode_signature(
