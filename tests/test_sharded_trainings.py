@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -548,6 +549,50 @@ def gradients_that_a_backward_asks_for(log: Log) -> None:
         return F.mse_loss(again, x) + model(x).square().mean()
 
     train(log, model, step)
+
+
+class _Solved(torch.autograd.Function):
+    """A fixed point, whose backward calls the layer until the gradient stays as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(40):
+            z = layer(z) + x
+        ctx.layer = layer
+        ctx.save_for_backward(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (z,) = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        total, change = grads[0], grads[0]
+        while change.abs().max() > 1e-18:
+            with torch.enable_grad():
+                y = ctx.layer(z)
+            (change,) = torch.autograd.grad(y, z, change)
+            total = total + change
+        with torch.enable_grad():
+            y = ctx.layer(z)
+        return None, total, *torch.autograd.grad(y, tuple(ctx.layer.parameters()), total)
+
+
+@sharded
+def a_backward_that_calls_a_layer_as_often_as_its_rows_need(log: Log) -> None:
+    class Balanced(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+            with torch.no_grad():
+                self.layer[0].weight.mul_(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            solved = _Solved.apply(self.layer, x, *self.layer.parameters())
+            return self.body(solved)
+
+    model = Balanced()
+    scale = torch.logspace(0, -6, 60).unsqueeze(1)  # a rank whose gradients are small has fewer
+    train(log, model, lambda x, y: (model(x).square() * scale[: len(x)]).mean())
 
 
 @sharded
@@ -1289,6 +1334,38 @@ def a_backward_that_begins_another_one(log: Log) -> None:
 
     model = Own()
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+class Unfreezing(Around):
+    """Trains its body from the seventh call on, as it is told in each call."""
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        self.body.requires_grad_(step >= 6)
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+class Assigning(Around):
+    """The same by assignment."""
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for parameter in self.body.parameters():
+            parameter.requires_grad = step >= 6
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def _train_unfreezing(log: Log, model: nn.Module) -> None:
+    first, step = nn.Linear(6, 6), count()
+    train(log, model, lambda x, y: F.cross_entropy(model(first(x), next(step)), y), first, steps=9)
+
+
+@whole
+def a_forward_that_unfreezes_its_parameters(log: Log) -> None:
+    _train_unfreezing(log, Unfreezing())
+
+
+@whole
+def a_forward_that_unfreezes_its_parameters_by_assignment(log: Log) -> None:
+    _train_unfreezing(log, Assigning())
 
 
 @whole

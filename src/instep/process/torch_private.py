@@ -95,6 +95,8 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 
 current_graph_task_id = torch._C._current_graph_task_id
 """Which backward is running in this thread; -1: none."""
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""At which node that backward is; None: at none, as in a callback at its end."""
 run_backward = torch.autograd.graph._engine_run_backward
 """What torch.autograd.grad runs: it imports sympy to compare shapes, which takes 0.3 s."""
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack

@@ -30,7 +30,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run import timed_calls
-from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.region import call_state, is_in_backward
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.whole_report import report_whole, reset_reported
@@ -66,6 +66,7 @@ def module_call(original: Function) -> Function:
             or (call_state.whole_depth and not module._modules and not has_work(module, args))
             or not in_main_thread()
             or is_rank_local()  # a sample that only this rank loads, or a loader's worker
+            or is_in_backward()
         ):
             return original(module, *args, **kwargs)
         fallback = None if call_state.whole_depth else current_fallback()

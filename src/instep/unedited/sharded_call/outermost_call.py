@@ -51,6 +51,7 @@ _OF_PARAMETERS = (ReasonKind.CHANGES_PARAMETERS, ReasonKind.MOVES_PARAMETERS)
 _IN_FIRST_CALL = (
     *_OF_PARAMETERS,
     ReasonKind.SIDE_EFFECT,
+    ReasonKind.FREEZES,
     ReasonKind.UNLIKE_BUFFERS,
     ReasonKind.KEEPS_TENSORS,
 )

@@ -22,7 +22,7 @@ from instep.process.patching import Function, replaced
 from instep.process.pending_writes import opens_to_write
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
-from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind, WholeReason
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
@@ -103,6 +103,7 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
     methods = [(Tensor, name, _noting_method(name, effects)) for name in _OF_GRADIENTS]
+    methods.append((Tensor, "requires_grad_", _noting_unfreezing(effects)))
     with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
         try:
@@ -193,6 +194,20 @@ def _noting_method(name: str, effects: SideEffects) -> Function:
         return method(tensor, *args, **kwargs)
 
     return noting
+
+
+def _noting_unfreezing(effects: SideEffects) -> Function:
+    """Tensor.requires_grad_, which is noted where a forward calls it for a parameter: it may do so
+    with another value in another call."""
+    method = Tensor.requires_grad_
+
+    @wraps(method)
+    def set_flag(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            effects.note(FREEZES)
+        return method(tensor, *args, **kwargs)
+
+    return set_flag
 
 
 @cache  # a hook cannot be removed

@@ -16,7 +16,7 @@ from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
-from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.shards.module_tables import address_of
@@ -86,6 +86,7 @@ class Snapshot:
         }
         """The parameters of a module that moves them are among them."""
         self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), call.functions)
+        self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
         self._versions = {
             "its input": versions(call.tensors),
             **{what: versions(kept) for what, kept in _parameters_of(module).items()},
@@ -146,6 +147,8 @@ class Snapshot:
         for name, parameter in after._parameters.items():
             if parameter is not self._parameters[name]:
                 return WholeReason(f"its forward makes the parameter {name} anew")
+        if self._trained != after._trained:
+            return FREEZES
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         moved = {*changed} <= {_FROZEN}  # an optimizer inside of a forward has a state of its own
         changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]

@@ -19,6 +19,8 @@ class ReasonKind(Enum):
     """Likewise; and the ranks' parameters may come to differ by rounding."""
     MOVES_PARAMETERS = auto()
     """Likewise; and the next comparison can set the parameters back."""
+    FREEZES = auto()
+    """A forward has set requires_grad of its parameters; many do it in their first call only."""
     MAKES_PART = auto()
     """A forward has made a part of its module, which the next call finds."""
     UNLIKE_BUFFERS = auto()
@@ -45,6 +47,7 @@ class WholeReason:
         return replace(self, text=self.text + text)
 
 
+FREEZES = WholeReason("its forward freezes or unfreezes parameters", ReasonKind.FREEZES)
 FEW_ROWS = WholeReason(
     "where a batch has fewer rows than there are ranks; other batches are not affected",
     ReasonKind.OF_ARGUMENTS,

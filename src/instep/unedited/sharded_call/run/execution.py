@@ -95,6 +95,14 @@ def _run_sharded(
         if not is_of_all or has_changed or isinstance(error, ShardedCallError):
             raise
         has_failed = True
+    if not has_failed and region.trained_parameter:  # which has no alias
+        if before != _buffer_versions(call.parts):
+            raise ShardedCallError(
+                f"{name} began to train its parameter {region.trained_parameter} in its forward, "
+                "and has changed its buffers meanwhile. Run this script with --plain, or set "
+                "requires_grad before the call."
+            )
+        has_failed = True
     if has_failed:  # the script's own exception tells of the whole batch
         _restore(generators, states)
         return plan, call.run_whole()
@@ -232,10 +240,14 @@ def run_local(
     shards = [_ShardForward(call, leaves, region, like) for leaves in zip(*by_leaf, strict=True)]
     with region.entered(), _aliased_parameters(call.parts, region, stored) as tables:
         if len(shards) == 1:
+            first = next_sequence_number()
             shards[0].run()
+            region.nodes = range(first, next_sequence_number())
         else:
             _run_in_threads(shards, region, tables)
         region.new_parameter = tables.find_new_parameter()
+        if torch.is_grad_enabled():
+            region.trained_parameter = tables.find_trained_parameter()
     if before != versions(call.tensors):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.process.patching import replaced
+from instep.process.torch_private import current_autograd_node, current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.blocks import Block
@@ -46,10 +47,14 @@ class Region:
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
+    nodes: range = range(0)
+    """The numbers of the autograd nodes of the forward of this rank's only shard."""
     threads: ShardThreads | None = None
     """The run of several shards, while it is under way."""
     new_parameter: str = ""
     """The name of a parameter that the forward has made."""
+    trained_parameter: str = ""
+    """The name of a parameter that was frozen, and is trained since the forward."""
 
     @property
     def shard(self) -> int:
@@ -165,6 +170,14 @@ def tag_outputs(outputs: Iterable[Any], region: Region) -> None:
 def has_regions() -> bool:
     """Whether there is the graph of any sharded call still."""
     return len(_tagged) > 0
+
+
+def is_in_backward() -> bool:
+    """Whether backward is in a sharded call, at a node of one's forward."""
+    if current_graph_task_id() == -1 or (node := current_autograd_node()) is None:
+        return False
+    number = node._sequence_nr()
+    return any(number in region.nodes for region in _tagged)
 
 
 def find_regions(roots: Iterable[Root]) -> list[Region]:

@@ -39,12 +39,14 @@ class ModuleTables:
         stored: Sequence[tuple[Any, Any, Tensor]] = (),
     ) -> None:
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
-        self._parameters = [
+        slots = [
             _Slot(part._parameters, name, parameter)
             for part in parts
             for name, parameter in part._parameters.items()
-            if parameter is not None and parameter.requires_grad
+            if parameter is not None
         ]
+        self._parameters = [slot for slot in slots if slot.value.requires_grad]
+        self._frozen = [slot for slot in slots if not slot.value.requires_grad]
         self._stored = [_Slot(*place) for place in stored]
         self._replaced: list[_Slot] = []
         self._aliases: list[dict[int, Tensor]] = []
@@ -100,6 +102,10 @@ class ModuleTables:
             if name not in table or table[name] is not aliases[id(parameter)]:
                 return str(name)
         return ""
+
+    def find_trained_parameter(self) -> str:
+        """The name of one that was frozen and is trained since the forward; "" if there is none."""
+        return next((str(slot.name) for slot in self._frozen if slot.value.requires_grad), "")
 
     def restore(self) -> None:
         """Show the module's own parameters again, and the buffers as the first shard left them."""
