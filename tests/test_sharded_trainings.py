@@ -591,7 +591,7 @@ def a_backward_that_calls_a_layer_as_often_as_its_rows_need(log: Log) -> None:
             return self.body(solved)
 
     model = Balanced()
-    scale = torch.logspace(0, -6, 60).unsqueeze(1)  # a rank whose gradients are small has fewer
+    scale = torch.logspace(0, -6, 60, device=device()).unsqueeze(1)  # small ones need fewer calls
     train(log, model, lambda x, y: (model(x).square() * scale[: len(x)]).mean())
 
 
