@@ -185,6 +185,8 @@ class RowDataset(Dataset[Any]):
         taken back."""
         self._draws: bool | None = None
         """Whether samples draw from the global generators; None: not known yet."""
+        self._changes = True
+        """Whether loading has changed what the data set holds, as far as is known."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is spawned: without the script's variables, of which it has others."""
@@ -245,7 +247,7 @@ class RowDataset(Dataset[Any]):
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
             before = RNGStates.capture()
-            state = self._state(some)
+            state = self._state(some) if self._changes else None
             with buffered_prints() as release:
                 try:
                     samples += self._samples(some)
@@ -255,9 +257,12 @@ class RowDataset(Dataset[Any]):
                 self._draws = not before.equals(RNGStates.capture())
                 if self._draws:  # tried again with its own random numbers
                     before.restore()
-                    state.restore()
+                    if state is not None:
+                        state.restore()
                     return None
                 release()
+            if state is not None:
+                self._changes = bool(state.find_change(draws=False)[0])
         return samples
 
     def _state(self, indices: list[Any]) -> DatasetState:

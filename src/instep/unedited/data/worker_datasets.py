@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from instep.process.torch_private import pin_memory
+from instep.unedited.data.dataset_state import DatasetState
 from instep.unedited.data.loading_effects import LoadingEffects
 
 _ABSENT, _END = object(), object()
@@ -116,13 +117,14 @@ class WorkerDataset(Dataset[Any]):
             return WorkerBatch(_worker())
         batch = self._collate(samples)
         assert self._effects is not None
-        effect = self._effects.describe() or ("prints" if self._effects.prints else "")
+        effect, _ = self._effects.describe(draws=False)
+        effect = effect or ("prints" if self._effects.prints else "")
         return WorkerBatch(_worker(), batch, effect, self._core_wait.share())
 
     def _watch(self) -> None:
         """From now on until this worker ends."""
         if self._effects is None:
-            self._effects = LoadingEffects(self.dataset)
+            self._effects = LoadingEffects(DatasetState(self.dataset, (), ()))
             self._until_end.enter_context(self._effects.watching_prints())
 
 
