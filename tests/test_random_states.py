@@ -20,6 +20,8 @@ CHANGES: list[Callable[[], object]] = [
     np.random.standard_normal,  # the second of two uses up the number that waits since the first
     lambda: np.random.seed(3),
     random.random,
+    lambda: random.gauss(0, 1),  # the second of two uses up the number that waits
+    lambda: random.seed(3),
     lambda: torch.rand(1),
 ]
 

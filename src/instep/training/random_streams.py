@@ -95,6 +95,22 @@ def _read_numpy() -> dict[str, Any]:
     return state
 
 
+_read_last_python: tuple[bytes, float | None, tuple[Any, ...]] | None = None
+"""The memory of Python's global generator, its `gauss_next`, and its state."""
+
+
+def _read_python() -> tuple[Any, ...]:
+    """The state of Python's global generator: 8 us, or 1 us where nothing was drawn since."""
+    global _read_last_python
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
+    size = random.Random.__base__.__basicsize__ - _HEADER_BYTES  # type: ignore[union-attr]
+    memory = ctypes.string_at(id(generator) + _HEADER_BYTES, size)
+    last = _read_last_python
+    if last is None or last[:2] != (memory, generator.gauss_next):
+        last = _read_last_python = memory, generator.gauss_next, random.getstate()
+    return last[2]
+
+
 def _write_numpy(state: dict[str, Any]) -> None:
     np.random.set_state(state)
     _remember(state)
@@ -127,7 +143,7 @@ class RNGStates:
     @classmethod
     def capture(cls) -> RNGStates:
         """The states now."""
-        return cls(torch.get_rng_state(), _read_numpy(), random.getstate())
+        return cls(torch.get_rng_state(), _read_numpy(), _read_python())
 
     def sums(self) -> tuple[int, int]:
         """Checksums of numpy's and Python's."""
@@ -145,7 +161,7 @@ class RNGStates:
 
     def equals_except_torch(self, other: RNGStates) -> bool:
         """Whether nothing was drawn from numpy's and Python's."""
-        if self.python != other.python:
+        if self.python is not other.python and self.python != other.python:
             return False
         return self.numpy is other.numpy or pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
 

@@ -41,6 +41,7 @@ from instep.unedited.data.row_loading import (
     LoadPlan,
     RowBatchSampler,
     RowDataset,
+    SampleEffects,
     init_worker,
     no_collate,
 )
@@ -60,6 +61,7 @@ class _KnownDataset:
     """Where it holds a random generator."""
     variables: list[Variable] = field(default_factory=list)
     """The global variables that its functions name."""
+    effects: SampleEffects = field(default_factory=SampleEffects)
     has_warned: bool = False
     worker_loading: WorkerLoading = field(default_factory=WorkerLoading)
 
@@ -91,7 +93,7 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     policy = _known(loader).policies.setdefault(
         (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
     )
-    row_dataset = RowDataset(loader.dataset, loader.collate_fn, _known(loader).variables)
+    row_dataset = _row_dataset(loader)
     row_loader = copy.copy(loader)
     vars(row_loader).update(
         dataset=row_dataset,
@@ -104,6 +106,13 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     if loader.persistent_workers:
         loader._iterator = batches
     return WholeBatchIterator(batches, loader, row_dataset, policy)
+
+
+def _row_dataset(loader: DataLoader[Any]) -> RowDataset:
+    known = _known(loader)
+    if known.effects.draws:  # in another pass, as an evaluation, it may draw nothing
+        known.effects.draws = None
+    return RowDataset(loader.dataset, loader.collate_fn, known.variables, known.effects)
 
 
 def is_loading_shared() -> bool:

@@ -168,6 +168,16 @@ class LoadedRows:
     """Whether loading has printed anything, which only rank 0 shows."""
 
 
+@dataclass
+class SampleEffects:
+    """What loading samples of a data set does beside loading, as far as is known."""
+
+    draws: bool | None = None
+    """Whether they draw from the global generators; None: not known yet."""
+    changes: bool = True
+    """Whether they change what the data set holds."""
+
+
 class RowDataset(Dataset[Any]):
     """A dataset that loads the samples of a `RowRequest`, each from its own random stream."""
 
@@ -176,6 +186,7 @@ class RowDataset(Dataset[Any]):
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         variables: Sequence[Variable] = (),
+        effects: SampleEffects | None = None,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
@@ -183,10 +194,7 @@ class RowDataset(Dataset[Any]):
         self._restorable: DatasetState | None = None
         """What the data set held before the latest rows, if all that they have changed can be
         taken back."""
-        self._draws: bool | None = None
-        """Whether samples draw from the global generators; None: not known yet."""
-        self._changes = True
-        """Whether loading has changed what the data set holds, as far as is known."""
+        self._effects = effects or SampleEffects()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is spawned: without the script's variables, of which it has others."""
@@ -207,7 +215,7 @@ class RowDataset(Dataset[Any]):
 
         The rows of rank 0 are the first. Another rank takes back what its own have changed, if it
         can, and loads all in their order, which a list shows."""
-        own, self._draws = plan.request(), draws
+        own, self._effects.draws = plan.request(), draws
         loaded = {*range(own.first, own.first + len(own.indices))}
         loaded |= set() if own.check is None else {own.check[0]}
         if self._restorable is not None and plan.block.rank > 0:
@@ -234,7 +242,7 @@ class RowDataset(Dataset[Any]):
         """Seeding takes longer than many a sample, so it is tried without first."""
         if not in_main_thread():
             return self._samples(request.indices)
-        samples = None if self._draws else self._load_unseeded(request.indices)
+        samples = None if self._effects.draws else self._load_unseeded(request.indices)
         if samples is not None:
             return samples
         with _restoring_generators():
@@ -243,26 +251,26 @@ class RowDataset(Dataset[Any]):
 
     def _load_unseeded(self, indices: list[Any]) -> list[Any] | None:
         """These samples; None if any draws a random number, with the generators restored."""
-        first = 1 if self._draws is None else len(indices)  # most often one sample shows it
+        first = 1 if self._effects.draws is None else len(indices)  # most often one sample shows it
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
             before = RNGStates.capture()
-            state = self._state(some) if self._changes else None
+            state = self._state(some) if self._effects.changes else None
             with buffered_prints() as release:
                 try:
                     samples += self._samples(some)
                 except Exception:  # of the script's data set
                     if before.equals(RNGStates.capture()):
                         raise
-                self._draws = not before.equals(RNGStates.capture())
-                if self._draws:  # tried again with its own random numbers
+                self._effects.draws = not before.equals(RNGStates.capture())
+                if self._effects.draws:  # tried again with its own random numbers
                     before.restore()
                     if state is not None:
                         state.restore()
                     return None
                 release()
             if state is not None:
-                self._changes = bool(state.find_change(draws=False)[0])
+                self._effects.changes = bool(state.find_change(draws=False)[0])
         return samples
 
     def _state(self, indices: list[Any]) -> DatasetState:
@@ -299,7 +307,7 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        draws = bool(self._draws)
+        draws = bool(self._effects.draws)
         effect, is_restorable = effects.describe(draws=draws)
         self._restorable = effects.state if is_restorable else None
         fields |= {"draws": draws, "effect": effect}
