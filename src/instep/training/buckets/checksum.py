@@ -21,14 +21,17 @@ from instep.training.errors import MixedSumsError
 
 LENGTH = 64
 """The number of elements of a checksum."""
+STEPS = 64
+"""So many checksums a bucket may have."""
 
 
-def bucket_checksum(like: Tensor, *ids: int) -> Tensor:
-    """The checksum of these ids, with the dtype and device of `like`.
+def bucket_checksum(like: Tensor, *ids: int, step: int = 0) -> Tensor:
+    """The checksum of these ids and a step, which is below STEPS, with the dtype and device of
+    `like`.
 
     Distinct ids collide with probability 2**-32.
     """
-    return _checksum(ids, like.dtype, like.device)
+    return _checksums(ids, like.dtype, like.device)[step]
 
 
 def flags_and_checksum(count: int, checksum: Tensor) -> Tensor:
@@ -37,11 +40,14 @@ def flags_and_checksum(count: int, checksum: Tensor) -> Tensor:
     return torch.cat([checksum.new_ones(count), checksum])
 
 
-@cache  # to make one on a GPU would wait for the GPU
-def _checksum(ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    number = crc32(repr(ids).encode())
-    bits = [number >> place & 1 for place in range(LENGTH // 2)]
-    return torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=dtype, device=device)
+@cache  # to make one on a GPU would wait for the GPU; so those of all steps are made at once
+def _checksums(ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    rows = []
+    for step in range(STEPS):
+        number = crc32(repr((*ids, step)).encode())
+        bits = [number >> place & 1 for place in range(LENGTH // 2)]
+        rows.append([*bits, *(1 - bit for bit in bits)])
+    return torch.tensor(rows, dtype=dtype, device=device)
 
 
 def verify_checksum(total: Tensor, error: MixedSumsError) -> None:

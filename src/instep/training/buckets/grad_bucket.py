@@ -56,7 +56,7 @@ class GradBucket(ABC):
             self._trailer = self._make_trailer()
 
     def _make_trailer(self) -> Tensor:
-        checksum = bucket_checksum(self._like, *self.ids, self._step)
+        checksum = bucket_checksum(self._like, *self.ids, step=self._step)
         return flags_and_checksum(len(self.layout.slots), checksum)
 
     @property

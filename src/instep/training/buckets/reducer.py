@@ -16,7 +16,7 @@ from instep.process.exit_status import group_ranks
 from instep.process.torch_private import hooks_of, later_hooks_of
 from instep.training.batches import progress
 from instep.training.buckets.bucket_sums import finish_buckets, make_bucket
-from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
+from instep.training.buckets.checksum import LENGTH, STEPS, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
@@ -62,8 +62,6 @@ _current: BackwardState | None = None
 _unfinished: dict[Reducer, None] = {}
 """Those with parts of sums that are still to be made: the next backward that sums makes them,
 whether it reaches their parameters or not."""
-_STEP_NUMBERS = 64
-"""So many checksums a bucket may have."""
 _reducer_numbers = count()
 """All ranks make their reducers in the same order."""
 
@@ -240,7 +238,7 @@ class Reducer:
     def _step_number(self) -> int:
         """Different on ranks whose progress differs by a few batches or one epoch."""
         epoch, left_out, requested = self._progress
-        return (left_out + 5 * requested + epoch * (_STEP_NUMBERS // 2)) % _STEP_NUMBERS
+        return (left_out + 5 * requested + epoch * (STEPS // 2)) % STEPS
 
     @contextmanager
     def _explained_mismatch(self) -> Iterator[None]:
@@ -291,7 +289,7 @@ class Reducer:
         self._more[index] = self._more.get(index, 0) + self._sum_over_ranks(index, grad)
 
     def _sum_over_ranks(self, index: int, grad: Tensor) -> Tensor:
-        checksum = bucket_checksum(grad, self.number, index, self._step_number)
+        checksum = bucket_checksum(grad, self.number, index, step=self._step_number)
         flat = torch.cat([grad.reshape(-1), checksum])
         self.transport.all_reduce(as_real(flat), "sum").wait()
         self._checksums[index] = flat[-LENGTH:]
