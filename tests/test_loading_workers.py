@@ -291,3 +291,19 @@ def test_the_time_in_which_a_process_waits_for_a_core_is_what_the_kernel_counts(
         assert [clock.share() for _ in range(3)] == [0.0, 0.25, 1.0]
     if os.path.exists("/proc/self/schedstat"):
         assert worker_datasets._seconds_without_core() > 0
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_passes_over_the_same_data_may_overlap():
+    found = {}
+    for way in (iter, batches):
+        fresh()
+        loader = DataLoader(Parts(), 2, num_workers=2)
+        with dividing_from(2):
+            early = way(loader)
+            found[way] = [next(early)]
+            late = way(loader)
+            found[way] += [next(late), next(late), *early, *late]
+            assert next(early, None) is next(late, None) is None
+    assert same(found[iter], found[batches])

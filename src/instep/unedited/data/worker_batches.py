@@ -102,7 +102,7 @@ class WorkerBatchIterator:
         self._ahead: WorkerBatch | Exception | None = None
         """Loaded on this rank before it is its worker's turn."""
         self._count, self._waited = 0, 0.0
-        self._is_over = False
+        self._is_divided, self._is_over = loading.is_divided, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
@@ -115,13 +115,15 @@ class WorkerBatchIterator:
 
     def needs_all_ranks(self) -> bool:
         """Whether this rank gets some of the next batches from others."""
-        return self._loading.is_divided and not self._is_over
+        return self._is_divided and not self._is_over
 
     def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
         transport = get_transport()
         channel = transport if in_main_thread() else ThreadChannel(self._channel)
         self._count += 1
-        if not self._loading.is_divided:
+        if not self._is_divided:
             own = self._load()
             is_compared = self._count.bit_count() == 1 and transport.size > 1
             if not (is_compared and self._must_divide(own, channel)):
@@ -152,7 +154,7 @@ class WorkerBatchIterator:
         self._waited = 0.0
         checksums = [each.checksum for each in seen]
         loading = self._loading
-        loading.differs = None not in checksums and len({*checksums}) > 1
+        differs = None not in checksums and len({*checksums}) > 1
         loading.effect = loading.effect or next((s.effect for s in seen if s.effect), "")
         saved = max(each.waited for each in seen)
         pays = (
@@ -162,12 +164,13 @@ class WorkerBatchIterator:
             and not loading.effect
             and is_sending_faster(saved, seen[0].nbytes)
         )
-        if not (loading.differs or pays):
+        if not (differs or pays):
             return False
-        loading.is_divided = True
+        self._is_divided = loading.is_divided = True
+        loading.differs |= differs
         if self._division is not None:
             self._division.set(is_on=True)
-        if loading.differs:
+        if differs:
             self._warn(
                 "in its workers, each rank has other samples (a seed from the clock or the process "
                 "id?). What a worker loads is that of one rank on all ranks."
