@@ -109,13 +109,13 @@ AT_NIGHT = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (Parts, {"batch_size": 3}),
+        pytest.param(Parts, {"batch_size": 3}, marks=AT_NIGHT),
         (Parts, {"batch_size": 4, "drop_last": True, "num_workers": 2}),
         (Parts, {"batch_size": None}),
-        (Parts, {"batch_size": 2, "persistent_workers": True}),
+        pytest.param(Parts, {"batch_size": 2, "persistent_workers": True}, marks=AT_NIGHT),
         (Bulk, {"batch_size": 4, "shuffle": True}),
         (Noised, {"batch_size": 4, "shuffle": True, "persistent_workers": True}),
-        (Noised, {"batch_size": None}),
+        pytest.param(Noised, {"batch_size": None}, marks=AT_NIGHT),
     ],
 )
 @ranks(2, 3)

@@ -356,7 +356,7 @@ def run(
 @pytest.mark.parametrize(
     ("command", "workers", "end"),
     [
-        pytest.param(RUN, "0", "signal", id="instep run"),
+        pytest.param(RUN, "0", "signal", id="instep run", marks=NIGHTLY),
         pytest.param(RUN, "2", "", id="workers", marks=NIGHTLY),
         pytest.param(RUN, "0", "raise", id="raises", marks=NIGHTLY),
         pytest.param(RUN, "0", "exit", id="exits", marks=NIGHTLY),
@@ -503,7 +503,7 @@ def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool],
         pytest.param("2", "0.5", "", "which takes less time", id="faster alone"),
         pytest.param("3", "1.1", "loads ahead", None, id="faster together"),
         pytest.param("2", "0.5", "keeps graphs", None, id="keeps graphs", marks=NIGHTLY),
-        pytest.param("2", "1.1", "ends", None, id="ends meanwhile"),
+        pytest.param("2", "1.1", "ends", None, id="ends meanwhile", marks=NIGHTLY),
         pytest.param("2", "1.1", "ends at once", None, id="ends at once"),
         pytest.param(
             *("2", "1.1", "runs a command", "since it has made"),

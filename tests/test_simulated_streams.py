@@ -194,7 +194,12 @@ def unedited_in_branches(log: Log) -> None:
     unedited(log, lambda log: of_a_script(log, Branches()), is_sharded=True)
 
 
-TRAININGS = [in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches]
+TRAININGS = [
+    in_one_stream,
+    in_branches,
+    pytest.param(unedited_in_one_stream, marks=pytest.mark.nightly),
+    unedited_in_branches,
+]
 
 
 @pytest.mark.parametrize(
