@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from instep import cli
 from instep.distributed.identity import accelerators, torch_devices
+from instep.errors import InstepWarning
 from instep.launch.env import command, rank_report, self_test, self_test_job, training_test
 from instep.process import torch_private
 from launching import LAUNCHER_VARIABLES
@@ -91,7 +93,10 @@ def test_trainings_have_the_numbers_of_one_process() -> None:
 
 @ranks(2)
 def test_a_training_whose_gradients_are_not_summed_differs() -> None:
-    with mock.patch.object(training_test, "replicate", lambda model: model):
+    with (
+        mock.patch.object(training_test, "replicate", lambda model: model),
+        warnings.catch_warnings(action="ignore", category=InstepWarning),  # INS718
+    ):
         (found,) = training_test.run_trainings(torch.device("cpu"))
     assert found.verdict == "DIFFERS BY MORE THAN 0.001"
 
