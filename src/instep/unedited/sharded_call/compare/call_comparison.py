@@ -20,7 +20,7 @@ from instep.unedited.sharded_call.compare.other_arguments import (
     find_dependency,
     holds_for_zeros,
 )
-from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.reference import Reference, StatePair
 from instep.unedited.sharded_call.compare.rounding import (
     PERTURBATIONS,
     is_near,
@@ -169,7 +169,8 @@ class CallComparison:
         self._is_proof = has_different_rows and reference.has_finite_gradients()
         region, local, start = self._run(group)
         after = Snapshot(call)
-        why = self._tolerances.find_difference(after) or self._find_foreign_leaf(local, start)
+        why = self._tolerances.find_difference(after, StatePair(reference.before, reference.after))
+        why = why or self._find_foreign_leaf(local, start)
         outputs = self._plan_outputs(local, region, why)
         self.progress = (_HAS_OUTPUTS, 0)
         if why:
@@ -181,6 +182,10 @@ class CallComparison:
         flat = [leaf for joined, how in pairs for leaf in leaves_of_output(joined, how)]
         if not self._tolerances.matches_gradients(flat):
             raise ShardedCallError("its gradients are not those of the whole batch")
+        if reference.own_backward is not None and reference.last_backward is not None:
+            left = reference.last_backward.after
+            if why := self._tolerances.find_difference(left, reference.own_backward):
+                raise ShardedCallError(f"in backward {why}")
         self.progress = (_HAS_GRADIENTS, 0)
         joined = _join(local, plan, region)
         is_open = plan.has_reductions and not self._tolerances.is_proven

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from instep.training.autograd_graph import used_by_others
+from instep.training.autograd_graph import next_nodes, used_by_others, walk
 from instep.training.pytree import (
     Structure,
     ValueSnapshot,
@@ -19,6 +19,8 @@ from instep.training.pytree import (
     leaves_of,
     unflatten,
 )
+from instep.unedited.errors import ShardedCallError
+from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.compare.rounding import (
     Products,
     VectorJacobianProducts,
@@ -46,6 +48,13 @@ from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
+
+
+class StatePair(NamedTuple):
+    """The state before and after a forward or backward."""
+
+    before: Snapshot
+    after: Snapshot
 
 
 class Reference:
@@ -104,6 +113,12 @@ class Reference:
         """What it draws, where that was asked for."""
         self._products: VectorJacobianProducts | None = None
         self._gradients: Products = []
+        self._functions: list[tuple[str, Any]] = []
+        """The script's functions that its backward calls, and what they hold, with paths."""
+        self.last_backward: StatePair | None = None
+        """The state before and after the last backward, where it calls such functions."""
+        self.own_backward: StatePair | None = None
+        """The same of its own."""
 
     @property
     def returns_scalar(self) -> bool:
@@ -155,24 +170,49 @@ class Reference:
         memory of its device with one forward, beside which a sharded one would find no room.
         Autograd must not free it, for the script may have parts of it: the way from a parameter or
         another argument to an argument, or a weight that a cache of the script keeps.
-        Raises RuntimeError where the forward has freed it.
+        Raises RuntimeError where the forward has freed it, ShardedCallError where the backward
+        changes what rules out sharding.
         """
         self._products = VectorJacobianProducts.of(self.call, self.outputs, self._plain_parameters)
+        self._functions = _backward_functions(self.outputs, self._start)
         if not (self._can_release and self._products.cotangents) or self.uses_older():
-            self._gradients = self._products.grads(self.outputs)
+            with self._noting_state():
+                self._gradients = self._products.grads(self.outputs)
+        else:
+            self._leaves = self.leaves()
+            try:
+                with self._noting_state():
+                    self._gradients = self._products.grads(self.outputs)
+            finally:
+                self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
+                self._value = None
+        self.own_backward = self.last_backward
+        if self.own_backward is not None:
+            before, after = self.own_backward
+            if why := before.find_change(after, self.kept):
+                raise ShardedCallError(why.text.replace("forward", "backward", 1))
+
+    @contextmanager
+    def _noting_state(self) -> Iterator[None]:
+        """What the script's functions change in a backward inside is noted and set back."""
+        if not self._functions:
+            yield
             return
-        self._leaves = self.leaves()
+        before = Snapshot(self.call, self._functions)
+        before.note_values(self.call)
         try:
-            self._gradients = self._products.grads(self.outputs)
+            yield
         finally:
-            self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
-            self._value = None
+            self.last_backward = StatePair(before, Snapshot(self.call, self._functions))
+            before.restore()
 
     def gradient_errors(self, outputs: Sequence[Any]) -> list[float]:
         """How far the gradients of these outputs are off; empty if its own were not computed."""
         if self._products is None:
             return []
-        return gradient_errors(self._products.grads(outputs), self._gradients)
+        with self._noting_state():
+            found = self._products.grads(outputs)
+        return gradient_errors(found, self._gradients)
 
     def has_finite_gradients(self) -> bool:
         """Whether they are, as far as they were computed: others tell nothing."""
@@ -182,7 +222,8 @@ class Reference:
     def sum_errors(self, outputs: Sequence[Any]) -> list[float]:
         """Of its own outputs, computed anew: see `VectorJacobianProducts.sum_errors`."""
         assert self._products is not None
-        return self._products.sum_errors(outputs, self._gradients)
+        with self._noting_state():
+            return self._products.sum_errors(outputs, self._gradients)
 
     @property
     def is_released(self) -> bool:
@@ -207,6 +248,27 @@ class Reference:
         self.drawn = {}
         with observed(is_silent=True), noted_draws(self.drawn):
             run_whole(self.call)
+
+
+def _backward_functions(outputs: Sequence[Any], start: int) -> list[tuple[str, Any]]:
+    """The script's subclasses of torch.autograd.Function whose backward these outputs call, as far
+    as a forward is concerned whose first node has the number `start`, and what their contexts have
+    in attributes; with paths."""
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(node: Any) -> list[Any]:
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and is_of_script(function):
+            name = function.__name__
+            found[id(function)] = name, function
+            found.update(
+                (id(value), (f"variable {attribute} of {name}", value))
+                for attribute, value in vars(node).items()
+            )
+        return next_nodes(node) if node._sequence_nr() >= start else []
+
+    walk((out for out in outputs if isinstance(out, Tensor)), visit)
+    return list(found.values())
 
 
 def _require_gradients(call: BoundCall) -> list[bool]:

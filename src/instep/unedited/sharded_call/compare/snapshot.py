@@ -62,9 +62,12 @@ def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class Snapshot:
-    """The state before or after a forward of this call."""
+    """The state before or after a forward of this call, or a backward.
 
-    def __init__(self, call: BoundCall) -> None:
+    `others`: what leads to more of it, with paths (see `ObjectGraph`).
+    """
+
+    def __init__(self, call: BoundCall, others: Sequence[tuple[str, Any]] = ()) -> None:
         module = call.module
         self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._parameters = {
@@ -85,7 +88,18 @@ class Snapshot:
             if kept is not None and (moves or name in part._buffers)
         }
         """The parameters of a module that moves them are among them."""
-        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)), call.functions)
+        parts = dict(zip(self._names, self._parts, strict=True))
+        self.graph = ObjectGraph(parts, [*call.functions, *others])
+        self._tensors: list[BufferState] = []
+        """Tensors that others lead to, as a backward may change them; a forward must not."""
+        if others:
+            own = {id(x) for x in (*nn.Module.parameters(module), *module.buffers())}
+            self._tensors = [
+                BufferState(x, x.data, x.detach().clone())
+                for key, (x, _, _) in self.graph.tensors.items()
+                if key not in own and x.grad_fn is None and not x.is_inference()
+            ]
+            self._buffer_versions |= {x: x._version for x, _, _ in self._tensors}
         self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
         self._versions = {
             "its input": versions(call.tensors),
@@ -119,6 +133,8 @@ class Snapshot:
             part = self._parts[k]
             table: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
             table[name] = buffer
+        for _, data, value in self._tensors:
+            data.copy_(value)
         # What autograd had saved is what it was again.
         set_version_counter(tuple(self._buffer_versions), tuple(self._buffer_versions.values()))
         self.graph.restore()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.training.pytree import leaves_of
-from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.reference import Reference, StatePair
 from instep.unedited.sharded_call.compare.rounding import (
     FLIPPED_GRADIENT,
     MAX_ERROR,
@@ -108,9 +108,10 @@ class Tolerances:
         noise = self._noise.outputs[k] if self._noise else 0.0
         return self._is_close(relative_error(joined, out), output_tolerance(out), noise, MAX_ERROR)
 
-    def find_difference(self, local: Snapshot) -> str | None:
-        """Say which state a sharded forward has left otherwise; None if none."""
-        before, after = self._reference.before, self._reference.after
+    def find_difference(self, local: Snapshot, whole: StatePair) -> str | None:
+        """Say which state a sharded forward or backward has left otherwise than a whole one; None
+        if none."""
+        before, after = whole
         devices = {state.buffer.device.type for state in after.buffers.values()}
         limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
         noises = self._noise.buffers if self._noise else {}

@@ -67,9 +67,10 @@ class BoundCall:
         return [tensor for leaf in self.leaves for tensor in tensors_in(leaf)]
 
     @property
-    def functions(self) -> list[Any]:
-        """Those among its arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, (*FUNCTIONS, partial))]
+    def functions(self) -> list[tuple[str, Any]]:
+        """Those among its arguments, with paths for messages."""
+        found = [leaf for leaf in self.leaves if isinstance(leaf, (*FUNCTIONS, partial))]
+        return [(f"argument {getattr(each, '__name__', 'partial')}", each) for each in found]
 
     @cached_property
     def is_on_accelerator(self) -> bool:

@@ -176,10 +176,12 @@ def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:
 class ObjectGraph:
     """The object graph of some modules, given by their names, as it is now.
 
-    What `functions` lead to belongs to it, too.
+    What `others` lead to, with their paths, belongs to it, too: functions, classes, objects.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module], functions: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, parts: Mapping[str, nn.Module], others: Iterable[tuple[str, Any]] = ()
+    ) -> None:
         self.nodes: dict[Hashable, GraphNode] = {}
         self.roots: list[Hashable] = []
         """The keys of the nodes that no other leads to."""
@@ -195,11 +197,12 @@ class ObjectGraph:
             self._visit_module(path, part)
             self.roots.append(id(part))
         self._code.extend(map(type, parts.values()))
-        for function in functions:
-            if isinstance(function, partial):
-                self._visit_root("argument partial", function)
+        for path, other in others:
+            if isinstance(other, type):
+                self._code.append(other)
             else:
-                self._look(f"argument {function.__name__}", function)
+                self._look(path, other)
+                self._visit_root(path, other)
         while (self._code or self._waiting) and len(self.nodes) < MAX_NODES:
             if self._code:
                 self._follow(self._code.popleft())

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id, hooks_of
-from instep.training.autograd_graph import Root, node_of
+from instep.training.autograd_graph import Root, next_nodes, node_of, walk
 from instep.training.blocks import Block
 from instep.training.buckets.bucket_sums import finish_buckets
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.non_finite import FiniteCheck
-from instep.unedited.sharded_call.run.mappings import reduce_from_region
+from instep.unedited.sharded_call.run.mappings import is_region_input, reduce_from_region
 from instep.unedited.sharded_call.shards.grad_places import (
     AT_ONCE,
     divide_into_buckets,
@@ -68,6 +68,28 @@ class CallGradients:
         """The `backward()` under way that reaches the call."""
         self.collected_rows: dict[int, list[CollectedRows]] = {}
         """With virtual shards, what each of this rank's has for large weights, by their index."""
+        self.have_hooks = False
+        """Whether the script has hooks on the gradient of any of the parameters."""
+        self.order: dict[int, int] = {}
+        """If so, by the id of each, where it comes when a backward ends with their gradients."""
+
+    def note_order(self, outputs: Iterable[Tensor]) -> None:
+        """Find the order in which a backward from these outputs of the call ends with gradients."""
+        last_uses: dict[int, tuple[int, int]] = {}
+
+        def visit(node: Any) -> Iterable[Any]:
+            if is_alias(node) or is_region_input(node):
+                return ()
+            for place, (child, index) in enumerate(node.next_functions):
+                if isinstance(child, _Alias._backward_cls):
+                    alias: Any = child
+                    key, use = id(alias.parameters[index]), (-node._sequence_nr(), place)
+                    last_uses[key] = max(last_uses.get(key, use), use)
+            return next_nodes(node)
+
+        walk(outputs, visit)
+        by_last_use = sorted(last_uses, key=last_uses.__getitem__)
+        self.order = {key: k for k, key in enumerate(by_last_use)}
 
 
 def alias_parameters(
@@ -84,6 +106,7 @@ def alias_parameters(
         gradients.collected_rows = collect_rows(parameters, by_shard, group)
         return by_shard
     parts = divide_into_buckets(parameters, gradients.module, group.transport)
+    gradients.have_hooks = any(AT_ONCE in part.slots for part in parts) and have_hooks(parameters)
     found: list[Any] = [None] * len(parameters)
     for part in parts:
         own = [parameters[k] for k in part.members]
@@ -136,6 +159,7 @@ class _Alias(torch.autograd.Function):
         if have_hooks(ctx.parameters):
             pairs = zip(ctx.parameters, sums, strict=True)
             _keep_from_none(parameter for parameter, total in pairs if total is None)
+            _call_in_order(ctx)
         return None, None, None, None, *sums
 
     @staticmethod
@@ -164,6 +188,15 @@ class _Alias(torch.autograd.Function):
                 ctx.bucket.add(index, grad)
         backward.finish_call(ctx.bucket)
         return sums
+
+
+def _call_in_order(ctx: Any) -> None:
+    """Let autograd call the script's hooks on the parameters of this alias as in one process. They
+    get their gradients at once, so their nodes' numbers decide, of which the highest is first."""
+    for parameter, (node, _) in zip(ctx.parameters, ctx.next_functions, strict=True):
+        place = ctx.gradients.order.get(id(parameter))
+        if place is not None and parameter.is_leaf:
+            node._set_sequence_nr(_HIGHEST_PRIORITY - 1 - place)
 
 
 def _keep_from_none(parameters: Iterable[Tensor]) -> None:

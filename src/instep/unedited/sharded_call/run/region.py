@@ -163,7 +163,10 @@ _tagged: WeakSet[Region] = WeakSet()
 
 def tag_outputs(outputs: Iterable[Any], region: Region) -> None:
     """Write down in the autograd graph that these outputs come from this sharded call."""
-    tag((tensor for output in outputs for tensor in tensors_in(output)), _TAG, region)
+    tensors = [tensor for output in outputs for tensor in tensors_in(output)]
+    tag(tensors, _TAG, region)
+    if region.gradients.have_hooks:
+        region.gradients.note_order(tensors)
     _tagged.add(region)
 
 

@@ -1,0 +1,179 @@
+"""What the script's functions and hooks keep in a backward is as in one process."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from instep.unedited.sharded_call import modules
+from pool import ranks
+from sharded_training import sharding
+
+
+class Meter:
+    def __init__(self):
+        self.sizes = []
+
+    def add(self, grad):
+        self.sizes.append(len(grad))
+
+
+class Noted(torch.autograd.Function):
+    """Notes in a list of its class how many rows it has seen, and in a global one how often it was
+    called."""
+
+    sizes: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        Noted.sizes.append(len(grad))
+        return grad
+
+
+calls = []
+
+
+class Called(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        calls.append(1)
+        return grad / len(calls)
+
+
+class Metered(torch.autograd.Function):
+    """Hands what its backward sees to an object that its forward was given."""
+
+    @staticmethod
+    def forward(ctx, x, meter):
+        ctx.meter = meter
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meter.add(grad)
+        return grad, None
+
+
+class Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mean):
+        ctx.mean = mean
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.mean.mul_(0.9).add_(grad.abs().mean(), alpha=0.1)
+        return grad, None
+
+
+class Layer(nn.Linear):
+    def __init__(self, function, *arguments):
+        super().__init__(4, 4)
+        self.function, self.arguments = function, arguments
+
+    def forward(self, x):
+        return self.function.apply(super().forward(x), *self.arguments)
+
+
+class Buffered(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        return Averaged.apply(super().forward(x), self.mean)
+
+
+def trained(model, x_of=lambda: torch.randn(6, 4)):
+    for _ in range(6):
+        model.zero_grad()
+        model(x_of()).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def in_a_class():
+    Noted.sizes = []
+    return [*trained(Layer(Noted)), torch.tensor(Noted.sizes)]
+
+
+def in_a_global_list():
+    calls.clear()
+    return [*trained(Layer(Called)), torch.tensor(calls)]
+
+
+def in_an_object():
+    meter = Meter()
+    return [*trained(Layer(Metered, meter)), torch.tensor(meter.sizes)]
+
+
+def in_a_tensor():
+    mean = torch.zeros(())
+    return [*trained(Layer(Averaged, mean)), mean]
+
+
+def in_a_buffer():
+    model = Buffered()
+    return [*trained(model), model.mean]
+
+
+class Branched(nn.Module):
+    """A convolution, a norm and a way around them, whose parameters are in another order than their
+    gradients are ready in."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.norm = nn.Linear(5, 2), nn.BatchNorm1d(5)
+        self.inside, self.around = nn.Conv1d(3, 5, 3), nn.Conv1d(3, 5, 1)
+
+    def forward(self, x):
+        inside = self.norm(self.inside(x)).relu()
+        return self.out(inside.mean(2) + self.around(x).mean(2))
+
+
+def hooked(register):
+    model, called = Branched(), []
+    for k, p in enumerate(model.parameters()):
+        register(p, lambda grad, k=k: called.append(k))
+        p.register_hook(lambda grad: grad + 0.01 * torch.randn_like(grad))
+    found = trained(model, lambda: torch.randn(6, 3, 4))
+    return [*found, torch.tensor(called)]
+
+
+HOOKED = {
+    "hooks on gradients": lambda: hooked(torch.Tensor.register_hook),
+    "hooks after accumulation": lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook),
+}
+CASES = {
+    "a class": (in_a_class, 0),
+    "a global list": (in_a_global_list, 6),
+    "an object": (in_an_object, 0),
+    "a tensor": (in_a_tensor, 0),
+    "a buffer": (in_a_buffer, 0),
+    **{name: (case, 6) for name, case in HOOKED.items()},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_backward_keeps_is_as_in_one_process(name):
+    case, divided_calls = CASES[name]
+    torch.manual_seed(1)
+    expected = case()
+    torch.manual_seed(1)
+    with sharding():
+        found = case()
+    assert modules.call_counts.sharded == divided_calls
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
