@@ -620,6 +620,28 @@ class Weighing(Noisy):
         return torch.tensor(index)
 
 
+class WeighingInOrder(Weighing):
+    """Lists them, too."""
+
+    def __init__(self, n, counts):
+        super().__init__(n, counts)
+        self.listed = []
+
+    def __getitem__(self, index):
+        self.listed.append(index)
+        return super().__getitem__(index)
+
+
+@ranks(1, 3)
+def test_what_loading_lists_and_counts_in_an_array_every_rank_has_in_order():
+    for counts in (np.zeros(30), np.zeros(3000), torch.zeros(30)):
+        data = WeighingInOrder(30, counts)
+        with redirect_stderr(io.StringIO()):
+            list(batches(DataLoader(data, 5)))
+        assert data.listed == list(range(30))
+        assert counts.sum() == 30
+
+
 @pytest.mark.parametrize("of_library", [False, True])
 @ranks(1, 3)
 def test_what_loading_keeps_in_containers_every_rank_keeps_in_order(of_library):

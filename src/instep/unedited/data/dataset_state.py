@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.data import Subset
 
 from instep.distributed.communication.scopes import can_pickle
@@ -37,6 +37,8 @@ _MAX_COPIED = 4096
 """Entries of a container that is copied; of a larger one the length is kept."""
 _MAX_BYTES = 4096
 """Of an array, or of its rows."""
+_MAX_TENSOR = 1 << 20
+"""Bytes of a tensor that is copied."""
 _LOADING = ("__init__", "__post_init__", "__getitem__", "__getstate__", "__setstate__")
 _ATTRIBUTE = re.compile(r"\.(\w+)")
 
@@ -61,6 +63,8 @@ class DatasetState:
         self._dataset = dataset
         self._variables = variables
         self._indices = [index for index in indices if isinstance(index, int | str)]
+        self._lasting: set[tuple[str, int]] = set()
+        """What cannot be brought back."""
         self._restore: list[Callable[[], None]] = []
         self._values = self._look(self._restore)
 
@@ -81,13 +85,13 @@ class DatasetState:
                 if not end and self._is_cache(path, before, draws):
                     continue
             else:
-                is_restorable = False
+                is_restorable &= (path, identity) not in self._lasting
             first = first or path + end
         is_attribute = first.startswith((".", "["))
         return (type(self._dataset).__name__ if is_attribute else "") + first, is_restorable
 
     def restore(self) -> None:
-        """Bring back what containers held, and the numbers."""
+        """Bring back what containers, arrays and tensors held, and the numbers."""
         for restore in self._restore:
             restore()
 
@@ -117,10 +121,16 @@ class DatasetState:
         for path, value in walk(roots, follow, _MAX_OBJECTS + len(self._indices)):
             if isinstance(value, io.TextIOWrapper | io.BufferedWriter):
                 found[path, id(value)] = _position(value)
+                self._lasting.add((path, id(value)))
             elif isinstance(value, Tensor) and not value.is_inference():
                 found[path, id(value)] = value._version
+                if value.layout is strided and value.nbytes <= _MAX_TENSOR:
+                    restore.append(_keep_tensor(value))
+                else:
+                    self._lasting.add((path, id(value)))
             elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                found[path, id(value)] = _bytes(value, self._indices)
+                found[path, id(value)] = looked_at = _bytes(value, self._indices)
+                restore.append(partial(_set_bytes, value, looked_at))
         return found
 
     def _is_cache(self, path: str, before: _Contents, draws: bool) -> bool:
@@ -227,6 +237,17 @@ def _keep_container(container: Any) -> Callable[[], None]:
     return restore
 
 
+def _keep_tensor(tensor: Tensor) -> Callable[[], None]:
+    """A function that brings back what it holds now, if it was changed."""
+    kept, version = tensor.detach().clone(), tensor._version
+
+    def restore() -> None:
+        if tensor._version != version:
+            tensor.detach().copy_(kept)
+
+    return restore
+
+
 def _set_attributes(value: Any, kept: dict[str, Any], *, is_class: bool = False) -> None:
     setting = type.__setattr__ if is_class else object.__setattr__
     now = vars(value) if is_class else attributes_of(value)
@@ -245,6 +266,15 @@ def _bytes(array: np.ndarray[Any, Any], indices: Iterable[Any]) -> dict[int, byt
     if not array.ndim or array.nbytes // len(array) > _MAX_BYTES:
         return {}
     return {index: array[index].tobytes() for index in indices if _is_within(index, len(array))}
+
+
+def _set_bytes(array: np.ndarray[Any, Any], kept: dict[int, bytes]) -> None:
+    """Let it hold these again, which `_bytes` has found in it."""
+    if not array.flags.writeable:
+        return
+    for index, values in kept.items():
+        where = ... if array.nbytes <= _MAX_BYTES else index
+        array[where] = np.frombuffer(values, array.dtype).reshape(array[where].shape)
 
 
 def _position(file: io.TextIOWrapper | io.BufferedWriter) -> int | None:
