@@ -427,3 +427,23 @@ def test_a_table_with_sparse_gradients_may_have_rows_of_some_ranks_only():
     assert modules.call_counts.sharded == 6
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+class Unfrozen(nn.Linear):
+    """Sets the flag of its parameters in each call, though it never changes."""
+
+    def forward(self, x):
+        for p in self.parameters():
+            p.requires_grad = True
+        return super().forward(x)
+
+
+@ranks(2)
+def test_that_a_forward_sets_requires_grad_is_the_reason_that_is_given():
+    with sharding() as log:
+        trained(Unfrozen(4, 4), lambda _: 0)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Unfrozen whole: its forward freezes or unfreezes "
+            "parameters. [INS711]\n"
+        )

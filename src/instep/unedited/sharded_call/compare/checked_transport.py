@@ -17,9 +17,13 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, use_transport
 from instep.unedited.errors import MismatchError, ShardedCallError
+from instep.unedited.sharded_call.plan.whole_reasons import FREEZES
 from instep.unedited.sharded_call.shards.index_checks import IndexChecks
 
 T = TypeVar("T")
+
+
+_SETS_REQUIRES_GRAD = "you can only change requires_grad flags of leaf variables"
 
 
 def attempt(
@@ -41,6 +45,8 @@ def attempt(
     except Exception as error:  # whatever the script's forward raises on some of its rows
         line = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
         why = f"it cannot be computed for some of its rows ({line})"
+        if _SETS_REQUIRES_GRAD in line:  # of an alias of a parameter
+            why = FREEZES.text
     try:
         checked.finish(why)
     except MismatchError as mismatch:
