@@ -45,7 +45,7 @@ from instep.unedited.data.row_loading import (
     init_worker,
     no_collate,
 )
-from instep.unedited.data.worker_batches import WorkerBatchIterator, WorkerLoading
+from instep.unedited.data.worker_batches import WorkerBatchIterator, WorkerLoading, raise_or_return
 from instep.unedited.data.worker_datasets import WorkerDataset, WorkerDivision, WorkerStream
 
 
@@ -308,17 +308,16 @@ class WholeBatchIterator:
         return not self._is_over and (is_shared or self._is_in_thread)
 
     def __next__(self) -> Any:
+        return raise_or_return(self._next_batch())
+
+    def _next_batch(self) -> Any:
+        """The next batch, or what was raised in place of it."""
         batch = self._load()
         plan = self._row_sampler.planned.popleft()
         if plan.exchanges:
             batch = self._exchange(batch, plan)
         if isinstance(batch, LoadedSamples):
             batch = _pin(self._loader, self._collate(batch.samples, plan))
-        if isinstance(batch, Exception):
-            try:
-                raise batch
-            finally:
-                del batch  # its traceback holds this frame, and so the workers
         return batch
 
     def _load(self) -> Any:

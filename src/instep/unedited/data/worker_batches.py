@@ -120,6 +120,10 @@ class WorkerBatchIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
+        return raise_or_return(self._next_batch())
+
+    def _next_batch(self) -> Any:
+        """The next batch, or what was raised in place of it."""
         transport = get_transport()
         channel = transport if in_main_thread() else ThreadChannel(self._channel)
         self._count += 1
@@ -127,13 +131,13 @@ class WorkerBatchIterator:
             own = self._load()
             is_compared = self._count.bit_count() == 1 and transport.size > 1
             if not (is_compared and self._must_divide(own, channel)):
-                return _raise_or_return(own)
+                return own.batch if isinstance(own, WorkerBatch) else own
             self._ahead = own
         batch = self._next_of_workers(channel)
         self._is_over = isinstance(batch, StopIteration)
         if self._is_over:
             self._batches = iter(())  # workers of other ranks' batches have no end of their own
-        return _raise_or_return(batch)
+        return batch
 
     def _load(self) -> WorkerBatch | Exception:
         """This rank's next batch, or what was raised in place of it."""
@@ -268,9 +272,8 @@ def _pack(own: WorkerBatch | Exception | None, owner: int) -> tuple[_Header, Ten
     return _Header(error=pickle.dumps(own)), None
 
 
-def _raise_or_return(batch: Any) -> Any:
-    if isinstance(batch, WorkerBatch):
-        return batch.batch
+def raise_or_return(batch: Any) -> Any:
+    """Return it, or raise the exception that is in place of it."""
     if not isinstance(batch, Exception):
         return batch
     try:
