@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-from torch.utils.data import get_worker_info
-
 from instep.process.patching import Function
 from instep.unedited.data.dataset_state import DatasetState
 from instep.unedited.files.os_functions import current_files
@@ -25,9 +23,9 @@ class LoadingEffects:
     """Sees what is changed from now on until `describe`, by this thread and by threads that begin
     meanwhile. What others write, as TensorBoard's does, is none of the samples'."""
 
-    def __init__(self, state: DatasetState) -> None:
+    def __init__(self, state: DatasetState | None) -> None:
         self.state = state
-        """What the data set held before."""
+        """What the data set held before; None in a worker, where the script does not see it."""
         self._files = current_files()
         self._others = {thread.ident for thread in threading.enumerate()} - {get_ident()}
         for thread in {*list(self._files.changed)} - self._others:
@@ -41,7 +39,7 @@ class LoadingEffects:
         for thread, path in list(self._files.changed.items()):
             if path and thread not in self._others:
                 return f"writes files ({os.path.basename(path)})", False
-        if get_worker_info() is not None:  # the script does not see what changes there
+        if self.state is None:
             return "", True
         path, is_restorable = self.state.find_change(draws=draws)
         return (f"changes {path}" if path else ""), is_restorable

@@ -292,7 +292,8 @@ class RowDataset(Dataset[Any]):
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
         checked = [] if request.check is None else [request.check[1]]
-        effects = LoadingEffects(self._state([*request.indices, *checked]))
+        is_here = get_worker_info() is None
+        effects = LoadingEffects(self._state([*request.indices, *checked]) if is_here else None)
         start = perf_counter()
         with effects.watching_prints():
             samples = self._load(request)

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from instep.process.torch_private import pin_memory
-from instep.unedited.data.dataset_state import DatasetState
 from instep.unedited.data.loading_effects import LoadingEffects
 
 _ABSENT, _END = object(), object()
@@ -124,7 +123,7 @@ class WorkerDataset(Dataset[Any]):
     def _watch(self) -> None:
         """From now on until this worker ends."""
         if self._effects is None:
-            self._effects = LoadingEffects(DatasetState(self.dataset, (), ()))
+            self._effects = LoadingEffects(None)
             self._until_end.enter_context(self._effects.watching_prints())
 
 
