@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import sys
 import warnings
 from collections import deque
@@ -59,40 +60,61 @@ class _LoopEnds:
         """Compare with the neighbors; `is_last`: this rank has ended its script."""
         if self.has_warned:
             return
-        own = bootstrap.current().rank
-        for rank, (number, latest, was_last) in neighbors.show(
-            "loop ends", (self.number, [*self.latest], is_last)
-        ):
-            theirs = _by_number(number, [_End(*each) for each in latest])
-            mine = _by_number(self.number, [*self.latest])
-            for k in sorted(mine.keys() | theirs.keys()):
-                if k in mine and k in theirs:
-                    if mine[k].loader != theirs[k].loader:
-                        # More often it is an evaluation that some ranks leave out.
-                        pair = [(own, mine[k]), (rank, theirs[k])]
-                        alone, other = sorted(pair, key=lambda each: each[1].has_gradients)
-                        self._warn(*alone, *other)
-                        return
-                elif k >= number and was_last:
-                    self._warn(own, mine[k], rank)
-                    return
-                elif k >= self.number and is_last:
-                    self._warn(rank, theirs[k], own)
-                    return
+        shown = self.number, [*self.latest], is_last
+        mine = _RankLoops.of(bootstrap.current().rank, *shown)
+        for rank, theirs in neighbors.show("loop ends", shown):
+            difference = _find_difference(mine, _RankLoops.of(rank, *theirs))
+            if difference is not None:
+                self.has_warned = True
+                _warn(*difference)
+                return
 
-    def _warn(self, rank: int, end: _End, other: int, others: _End | None = None) -> None:
-        self.has_warned = True
-        instead = "has not, and is at the end of its script"
-        if others is not None:
-            instead = f"has come to that of another one instead, at {others.place}"
-        text = (
-            f"rank {rank} has come to the end of a loader of instep.shard at {end.place}, and rank "
-            f"{other} {instead}. What rank {rank} computes there is of its own rows only, and no "
-            "metric of the whole data. Iterate over the loader on every rank and bring the ranks' "
-            "results together (instep.Mean, instep.Accuracy, instep.gather_rows), or let the one "
-            "rank iterate over a loader that is not sharded. [INS719]"
-        )
-        warnings.warn_explicit(text, InstepWarning, end.file, end.line)
+
+class _RankLoops(NamedTuple):
+    """The loops of one rank, as far as it shows them."""
+
+    rank: int
+    ends: dict[int, _End]
+    """Each by how many there were before it."""
+    total: float
+    """How many there are in its script; infinite until that has ended."""
+
+    @classmethod
+    def of(cls, rank: int, number: int, latest: list[Any], is_last: bool) -> _RankLoops:
+        ends = enumerate((_End(*each) for each in latest), start=number - len(latest))
+        return cls(rank, dict(ends), number if is_last else math.inf)
+
+
+def _find_difference(
+    mine: _RankLoops, theirs: _RankLoops
+) -> tuple[_RankLoops, _RankLoops, int] | None:
+    """The rank that runs a loop alone, the other one, and the number of the loop."""
+    for k in sorted(mine.ends.keys() | theirs.ends.keys()):
+        if k in mine.ends and k in theirs.ends:
+            if mine.ends[k].loader != theirs.ends[k].loader:
+                # More often it is an evaluation that some ranks leave out.
+                alone, other = sorted((mine, theirs), key=lambda each: each.ends[k].has_gradients)
+                return alone, other, k
+        elif k >= theirs.total:
+            return mine, theirs, k
+        elif k >= mine.total:
+            return theirs, mine, k
+    return None
+
+
+def _warn(alone: _RankLoops, other: _RankLoops, k: int) -> None:
+    end, instead = alone.ends[k], other.ends.get(k)
+    what = "has not, and is at the end of its script"
+    if instead is not None:
+        what = f"has come to that of another one instead, at {instead.place}"
+    text = (
+        f"rank {alone.rank} has come to the end of a loader of instep.shard at {end.place}, and "
+        f"rank {other.rank} {what}. What rank {alone.rank} computes there is of its own rows only, "
+        "and no metric of the whole data. Iterate over the loader on every rank and bring the "
+        "ranks' results together (instep.Mean, instep.Accuracy, instep.gather_rows), or let the "
+        "one rank iterate over a loader that is not sharded. [INS719]"
+    )
+    warnings.warn_explicit(text, InstepWarning, end.file, end.line)
 
 
 _ends = _LoopEnds()
@@ -133,8 +155,3 @@ def _follow_exit() -> None:
 def _at_exit() -> None:
     if dist.is_initialized() and not client.has_failed():
         _ends.show(is_last=True)
-
-
-def _by_number(number: int, latest: list[_End]) -> dict[int, Any]:
-    """The latest ends, each by how many there were before it."""
-    return dict(enumerate(latest, start=number - len(latest)))
