@@ -75,8 +75,7 @@ class OptimizerSteps:
     @property
     def device(self) -> torch.device:
         """The device of its first parameter."""
-        first: Tensor = next(p for g in self._optimizer.param_groups for p in g["params"])
-        return first.device
+        return parameters_of(self._optimizer)[0].device
 
     # ------------------------------------------------------------------ around a backward
 

@@ -24,7 +24,7 @@ from instep.process.exit_status import format_ranks
 from instep.process.torch_private import is_fsdp_parameter
 from instep.training.batches import progress
 from instep.training.drift.comparison import has_replicas, is_of_replica
-from instep.training.drift.optimizers import after_each_step, follow_optimizers
+from instep.training.drift.optimizers import after_each_step, follow_optimizers, parameters_of
 
 _STEPS = 4
 """So many steps of an optimizer are looked at. In the first ones a gradient may be zero still."""
@@ -78,7 +78,7 @@ def _look(optimizer: Optimizer) -> None:
     seen.steps, seen.requested, seen.backwards = seen.steps + 1, now.requested, now.backwards
     if not has_batch or is_beside:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if any(is_of_replica(p) or is_fsdp_parameter(p) for p in parameters):
         return
     gradients = [p.grad for p in parameters if type(p.grad) is Tensor][:_MAX_GRADIENTS]
@@ -89,7 +89,7 @@ def _look(optimizer: Optimizer) -> None:
         if shapes == their_shapes and _are_others(mine, theirs):
             seen.steps = _STEPS
             warn_at_script_line(
-                f"{format_ranks(sorted((get_transport().rank, rank)))} step with different "
+                f"{format_ranks((get_transport().rank, rank))} step with different "
                 f"gradients, since what this {type(optimizer).__name__} trains is in no replica: "
                 "each rank trains a model of its own on its rows of what instep.shard has divided. "
                 "Call model = instep.replicate(model) before the loop. [INS718]"
