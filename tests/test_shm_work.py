@@ -13,6 +13,7 @@ from torch.distributed import (
     distributed_c10d,
 )
 
+from instep.distributed.communication.tensors import make_sparse
 from instep.errors import CollectiveTimeoutError
 from pool import ranks
 from test_shm import all_gather_single, group
@@ -196,7 +197,7 @@ def test_an_empty_list_of_tensors_is_refused_and_the_group_goes_on(method):
 
 @ranks(2)
 def test_sparse_tensors_in_a_list_are_refused_in_gloos_words():
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], size=(1,))
+    sparse = make_sparse(torch.tensor([[0]]), torch.tensor([1.0]), (1,))
     with pytest.raises(RuntimeError, match="unsupported layout"):
         group().allreduce_coalesced([sparse, sparse.clone()])
 
