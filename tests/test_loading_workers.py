@@ -143,6 +143,15 @@ def test_each_worker_loads_on_one_rank_only():
     assert int(data.loaded) < 2 * 60
 
 
+@ranks(2)
+def test_other_attributes_are_those_of_torchs_own_iterator():
+    for data in Parts(), Bulk(), list(range(8)):
+        loader = DataLoader(data, 2, num_workers=2)
+        plain, divided = iter(loader), batches(loader)
+        own = {*vars(divided)} & {*vars(plain)}
+        assert all(type(getattr(divided, name)) is type(getattr(plain, name)) for name in own)
+
+
 class Prints(Parts):
     def load(self, index):
         print("loads", index)

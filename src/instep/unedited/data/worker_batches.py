@@ -95,8 +95,8 @@ class WorkerBatchIterator:
     ) -> None:
         self._batches, self._loading, self._division = batches, loading, division
         self._channel, self._pin, self._warn = channel, pin, warn
-        self._workers = workers if division else 1
-        self._active = [*range(self._workers)]
+        self._worker_count = workers if division else 1
+        self._active = [*range(self._worker_count)]
         """The workers that have batches left, as far as is known."""
         self._next_worker = 0
         self._ahead: WorkerBatch | Exception | None = None
@@ -211,7 +211,7 @@ class WorkerBatchIterator:
     def _pull(self, worker: int) -> WorkerBatch | Exception | None:
         """What this rank has next of a worker; None if that has no batch left here: of those that
         have, torch takes one batch in turn."""
-        for _ in range(self._workers + 1):
+        for _ in range(self._worker_count + 1):
             loaded = self._ahead if self._ahead is not None else self._load()
             self._ahead = None
             if isinstance(loaded, WorkerBatch) and loaded.worker != worker:
