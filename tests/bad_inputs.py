@@ -112,6 +112,7 @@ CASES = (
     Case("run -n 0 --bitwise 8 train.py", "a whole number from 1 up, not '0'"),
     Case("run -n 2", "nothing to run: name a script.py, or -m and a module"),
     Case("run -n 2 trian.py", "there is no such file. Did you mean train.py?"),
+    Case("run 2 train.py", "there is no such file. If a number of ranks is meant, write -n 2"),
     Case("run -n 2 package/trian.py", "Did you mean package/train.py?"),
     Case("run -n 2 -m train.py", "Leave -m out, or write -m train."),
     Case("-n 2 train.py", "run is missing: instep run -n 2 train.py"),

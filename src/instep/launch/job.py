@@ -124,6 +124,8 @@ def _advise(path: str) -> str:
         return f"Leave {path} out: the script's name comes first."
     if is_module(path):
         return f"If the module is meant, write -m {path}."
+    if path.isdecimal():
+        return f"If a number of ranks is meant, write -n {path} before the script's name."
     folder, name = os.path.split(path)
     files = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
     near = get_close_matches(name, [file for file in files if file.endswith(".py")], n=1)
