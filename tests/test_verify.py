@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import verify_records as made
 from forked import Forked
@@ -34,6 +35,7 @@ from instep.verify.files import file_copies
 from instep.verify.files.restored import put_back
 from instep.verify.recording.fingerprints import fingerprint, hash_rows
 from instep.verify.recording.module_calls import ModuleCallRecorder, find_module_calls
+from instep.verify.recording.recorder import Recorder
 from instep.verify.recording.records import (
     Fingerprint,
     RankSummary,
@@ -625,6 +627,17 @@ def test_that_nothing_was_divided_is_said_where_no_samples_were_seen(divided, sa
     report = make_report(alone(unseen(1, RankSummary())), [MultiRankRuns(unedited, unedited)])
     assert report.verdict is Verdict.SAME
     assert ("at n = 2 every rank computed every sample" in format_table(report)) is said
+
+
+def test_a_backward_from_an_edge_of_the_graph_has_no_loss(tmp_path):
+    recorder = Recorder(RunPlan(), tmp_path, 0)
+    weights = torch.ones(2, requires_grad=True)
+    edge = get_gradient_edge(weights.sum())
+    recorder._backward(torch.autograd.backward, edge, torch.ones(()))
+    assert recorder._losses == []
+    recorder._backward(torch.autograd.backward, weights.sum())
+    assert recorder._losses == [(2.0, None)]
+    recorder.finish()
 
 
 class Answer:

@@ -91,8 +91,9 @@ class Recorder:
             calls = find_module_calls(roots)
             shares = {call.share for call in calls}
             values = [root.detach() for root in roots if isinstance(root, Tensor)]
-            loss = sum(value.double().sum().item() for value in values)
-            self._losses.append((loss, shares.pop() if len(shares) == 1 else None))
+            if values:  # a GradientEdge has none
+                loss = sum(value.double().sum().item() for value in values)
+                self._losses.append((loss, shares.pop() if len(shares) == 1 else None))
             self._used |= calls
         original(tensors, grad_tensors, *args, **kwargs)
 
