@@ -357,6 +357,15 @@ def test_batches_of_an_iterable_dataset_may_be_dataclasses_or_lists_of_samples(k
     ]
 
 
+@ranks(2)
+def test_images_with_more_channels_than_there_are_of_them_are_samples():
+    loader = DataLoader(Named(), 2, collate_fn=lambda samples: [x for x, _ in samples])
+    with torch.no_grad():
+        found = [(x.shape[0], int(x[0, 0])) for batch in instep.shard(loader) for x in batch]
+    of_all = instep.all_gather_object(found)
+    assert sorted(chain(*of_all)) == [(3, k) for k in range(11)]
+
+
 class Pairs(IterableDataset):
     def __iter__(self):
         return iter([(torch.full((1,), float(k)), torch.full((1,), -float(k))) for k in range(5)])

@@ -72,7 +72,9 @@ class BatchRows:
             return found[self._kind]
         size = self._batch_size
         full = [kind for kind, rows in found.items() if rows.total == size]
-        if "tensors" in found and found["tensors"].total >= (size or 0):
+        # Images may have more channels than there are of them; columns are in a tuple, as a rule.
+        are_samples = full == ["samples"] and isinstance(batch, list)
+        if "tensors" in found and found["tensors"].total >= (size or 0) and not are_samples:
             full = ["tensors"]
         if len(full) == 1:
             (self._kind,) = full
