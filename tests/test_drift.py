@@ -18,7 +18,7 @@ import instep
 from instep.distributed.communication.transport import get_transport
 from instep.errors import DriftError, InstepWarning, NonFiniteGradError
 from instep.process.patching import Patch, PatchHandle
-from instep.training.batches import progress
+from instep.training.batches import loop_ends, progress
 from instep.training.drift import ddp, non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_compared_step
@@ -832,3 +832,15 @@ def test_what_a_rank_does_with_its_own_rows_only_is_named(tmp_path, mode, codes)
         for code, mark in codes.items()
     }
     assert shown == expected, job.stderr
+
+
+@ranks(2)
+def test_loaders_of_a_world_that_has_failed_are_not_counted_in_the_next():
+    if instep.rank == 0:
+        loop_ends.number_loader()
+    loop_ends.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loop_ends.note_end(loop_ends.number_loader())
+            instep.barrier()

@@ -28,6 +28,8 @@ from instep.training.batches.progress import is_followed
 _MAX_SHOWN = 32
 """The ends of so many loops are compared at once: by so many a rank may be ahead of another."""
 _loader_numbers = count()
+_first_number = 0
+"""Of the loaders since all loops were forgotten."""
 
 
 class _End(NamedTuple):
@@ -135,14 +137,15 @@ def note_end(loader: int) -> None:
     if loader < 0 or not is_followed() or bootstrap.current().size == 1:
         return
     frame = script_frame(sys._getframe(1))
-    _ends.add(_End(loader, frame.f_code.co_filename, frame.f_lineno, torch.is_grad_enabled()))
+    number = loader - _first_number
+    _ends.add(_End(number, frame.f_code.co_filename, frame.f_lineno, torch.is_grad_enabled()))
     _ends.show(is_last=False)
 
 
 def reset() -> None:
-    """Forget all loops."""
-    global _ends
-    _ends = _LoopEnds()
+    """Forget all loops; some ranks may have made more loaders than others before."""
+    global _ends, _first_number
+    _ends, _first_number = _LoopEnds(), next(_loader_numbers)
     neighbors.reset()
 
 

@@ -26,6 +26,7 @@ from instep.compat.horovod.elastic.sampler import ElasticSampler
 from instep.compat.horovod.elastic.state import ObjectState, State, TorchState
 from instep.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from instep.distributed.errors import BrokenGroupError
+from instep.training.batches import loop_ends
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)
@@ -60,6 +61,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                     state.restore()
                     must_sync = True
                 leave_world()
+                loop_ends.reset()
                 state.clear_host_updates()
                 init()
                 state.on_reset()
