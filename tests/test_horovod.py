@@ -193,6 +193,26 @@ def test_groups_travel_as_one_and_come_back_as_many():
             assert all(map(torch.equal, mine, expected)), "the last one was in place"
 
 
+@ranks(1, 2)
+def test_a_group_may_have_several_dtypes():
+    with initialized():
+        n, x = hvd.size(), torch.ones(2, requires_grad=True)
+        mine = [x, torch.arange(3), torch.full((2, 2), 0.5), torch.ones(1).double()]
+        expected = [n * torch.ones(2), n * torch.arange(3), torch.full((2, 2), n / 2), mine[3] * n]
+        for results in (
+            hvd.grouped_allreduce(mine, op=hvd.Sum),
+            hvd.synchronize(hvd.grouped_allreduce_async(mine, name="group", op=hvd.Sum)),
+        ):
+            torch.testing.assert_close([each.detach() for each in results], expected)
+        total = hvd.grouped_allreduce(mine, op=hvd.Sum)
+        (total[0].sum() + total[2].sum()).backward()
+        assert x.grad.tolist() == [n, n]
+        handle = hvd.grouped_allreduce_async_(mine[1:], op=hvd.Sum)
+        hvd.synchronize(handle)
+        assert handle.poll()
+        torch.testing.assert_close(mine[1:], expected[1:])
+
+
 @ranks(2, 3)
 def test_factors_before_and_after():
     with initialized():
@@ -524,7 +544,7 @@ def test_arguments_that_cannot_be_meant():
             (lambda: hvd.allgather(torch.tensor(1.0)), "needs a tensor with rows"),
             (lambda: hvd.reducescatter(torch.tensor(1.0)), "needs a tensor with rows"),
             (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
-            (lambda: hvd.grouped_allreduce([ones, ones.int()]), "float32 on cpu, torch.int32"),
+            (lambda: hvd.grouped_allgather([ones, ones.int()]), "float32 on cpu, torch.int32"),
             (lambda: hvd.broadcast(ones, n), f"root_rank {n} does not take part"),
             (lambda: hvd.broadcast_object(1, n), f"root_rank {n} does not take part"),
             (lambda: hvd.broadcast_parameters(ones, 0), "state_dict.* not Tensor"),

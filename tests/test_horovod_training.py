@@ -540,3 +540,19 @@ def test_batch_statistics_without_a_rank_that_joined_are_an_error():
             with pytest.raises(hvd.HorovodInternalError, match=r"sync_batch_norm.*called join\(\)"):
                 hvd.SyncBatchNorm(2)(torch.randn(3, 2))
         hvd.join()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_hooks_of_steps_run_once_after_a_state_dict_was_loaded(op):
+    with initialized():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+        optimizer.load_state_dict(optimizer.state_dict())
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        model(data().tensors[0]).sum().backward()
+        optimizer.step()
+        assert seen == ["before", "after"]

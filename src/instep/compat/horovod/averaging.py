@@ -16,9 +16,9 @@ from torch import Tensor
 from instep.compat.horovod.basics import ProcessSet, session
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import CallOrderError
-from instep.compat.horovod.handles import Handle
+from instep.compat.horovod.handles import Handle, JoinedHandle
 from instep.compat.horovod.ops import Average, ReduceOp
-from instep.compat.horovod.reductions import NamedReduction, SparseHandle, sparse_allreduce_async
+from instep.compat.horovod.reductions import NamedReduction, sparse_allreduce_async
 from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors
@@ -73,7 +73,7 @@ class GradientAverager:
         self._done = [0] * len(self._parameters)
         self._trained = {i for i, p in enumerate(self._parameters) if p.requires_grad}
         self._sparse: set[int] = set()
-        self._sparse_handles: dict[int, SparseHandle] = {}
+        self._sparse_handles: dict[int, JoinedHandle] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._planned: set[int] = set()

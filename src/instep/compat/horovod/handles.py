@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
@@ -42,6 +44,49 @@ class Handle:
         return self._result
 
     wait = result  # the name in torch.distributed's Work
+
+
+class JoinedHandle(Handle):
+    """Several collectives under way, with one result; call it, or `synchronize` it."""
+
+    def __init__(self, handles: Sequence[Handle], join: Callable[[list[Any]], Any]) -> None:
+        """`join` makes it of theirs."""
+        self._handles, self._join = handles, join
+
+    def poll(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return all(handle.poll() for handle in self._handles)
+
+    def result(self) -> Any:
+        """The joined result. Raises HorovodInternalError, OverflowedError."""
+        return self._join([handle.result() for handle in self._handles])
+
+    wait = __call__ = result
+
+
+def start_by_dtype(
+    start: Callable[[str, list[Tensor]], Handle],
+    name: str,
+    tensors: Sequence[Tensor],
+    convert: Callable[[list[Tensor]], Any],
+) -> JoinedHandle:
+    """Start a collective for the tensors of each dtype, the first one by this name.
+
+    The handle's result is `convert` of all results, in the order of the tensors.
+    """
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    handles: list[Handle] = []
+    for dtype, own in places.items():
+        own_name = f"{name}.{dtype}" if handles else name
+        handles.append(start(own_name, [tensors[place] for place in own]))
+
+    def join(results: list[list[Tensor]]) -> Any:
+        found = dict(zip(chain(*places.values()), chain(*results), strict=True))
+        return convert([found[place] for place in range(len(tensors))])
+
+    return JoinedHandle(handles, join)
 
 
 Start = Callable[..., Handle]

@@ -142,6 +142,8 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         return super().step(closure)
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it otherwise: hooks would run twice
+
     def _synchronizing(self, closure: Closure) -> Closure:
         def synchronizing() -> Any:
             loss = closure()
@@ -202,6 +204,8 @@ class _AdasumOptimizer(torch.optim.Optimizer):
                 whole = self._options.compression.decompress(step, context)
                 p.detach().copy_(before[p] + whole)
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
 
 
 def _names(

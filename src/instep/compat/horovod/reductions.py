@@ -18,7 +18,15 @@ from instep.compat.horovod.gather_broadcast import (
     check_has_rows,
     grouped_allgather,
 )
-from instep.compat.horovod.handles import Handle, Start, full_name, submit, takes_arguments_of
+from instep.compat.horovod.handles import (
+    Handle,
+    JoinedHandle,
+    Start,
+    full_name,
+    start_by_dtype,
+    submit,
+    takes_arguments_of,
+)
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.tensors import apply, make_sparse
 from instep.distributed.negotiation.execution import scale
@@ -37,7 +45,15 @@ class NamedReduction:
     process_set: ProcessSet
 
     def start(self, tensors: Tensors, in_place: bool = False, convert: Convert = list) -> Handle:
-        """Start an allreduce of these tensors. The handle's result is `convert(results)`."""
+        """Start an allreduce of these tensors: as one where they have one dtype. The handle's
+        result is `convert(results)`."""
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            return start_by_dtype(
+                lambda name, alike: replace(self, name=name).start(alike, in_place),
+                self.name,
+                tensors,
+                convert,
+            )
         if self.op == Adasum:
             return self._start_adasum(tensors, in_place, convert)
         return submit(
@@ -196,7 +212,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors of one dtype, which are sent as one."""
+    """`allreduce` of several tensors; those of one dtype are sent as one."""
     reduction = parse_reduction(
         "grouped_allreduce", name, op, average, prescale_factor, postscale_factor, process_set
     )
@@ -237,31 +253,12 @@ def grouped_allreduce_(start: Start) -> list[Tensor]:
     return results
 
 
-class SparseHandle:
-    """A sparse allreduce under way; call it, or `synchronize` it, for the sum."""
-
-    def __init__(self, indices: Handle, values: Handle, shape: torch.Size, divisor: int) -> None:
-        self._indices, self._values, self._shape, self._divisor = indices, values, shape, divisor
-
-    def poll(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
-        return self._indices.poll() and self._values.poll()
-
-    def result(self) -> Tensor:
-        """The sum or average, sparse; entries of one index are not added up yet."""
-        indices: Tensor = self._indices.result()
-        values: Tensor = self._values.result()
-        return make_sparse(indices.t(), values / self._divisor, self._shape)
-
-    __call__ = result
-
-
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None,
     op: int | None,
     process_set: ProcessSet = global_process_set,
-) -> SparseHandle:
+) -> JoinedHandle:
     """Start to sum, or average, a sparse COO tensor: all ranks' entries are gathered.
 
     Returns a handle to call. Raises UnsupportedOpError for another op.
@@ -274,7 +271,12 @@ def sparse_allreduce_async(
     indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(own.values(), f"{name}.values", process_set)
     divisor = len(process_set.members) if parsed == Average else 1
-    return SparseHandle(indices, values, tensor.shape, divisor)
+
+    def join(results: list[Tensor]) -> Tensor:
+        """The sum or average, sparse; entries of one index are not added up yet."""
+        return make_sparse(results[0].t(), results[1] / divisor, tensor.shape)
+
+    return JoinedHandle([indices, values], join)
 
 
 # ------------------------------------------------------------------------------ reducescatter
