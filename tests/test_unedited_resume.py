@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -279,6 +280,17 @@ FOR_IS_LEFT = MODULE_LEVEL.replace(
 WHILE_IS_LEFT = FOR_IS_LEFT.replace(
     "for epoch in range(8):", "epoch = -1\nwhile True:\n    epoch += 1"
 )
+BEFORE, LOOP, AFTER = re.split(
+    r"(?=for epoch in|log.close)",
+    FOR_IS_LEFT.replace("    scheduler", "    def step():\n        return scheduler").replace(
+        "    history.append", "    step()\n    history.append"
+    ),
+)
+RETURNS = f"""{BEFORE}
+def train(best):
+{textwrap.indent(LOOP.replace("break", "return best"), "    ")}
+best = train(best)
+{AFTER}"""
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
@@ -426,6 +438,18 @@ def test_a_signal_in_an_iteration_that_leaves_the_loop_saves_it(tmp_path, text) 
     assert run(ended) == 0
     said = (ended / "errors.txt").read_text()
     assert "goes on after iteration 3" in said
+    assert_same_end(ended, alone)
+
+
+def test_a_signal_in_an_iteration_that_returns_ends_the_job_and_repeats_it(tmp_path) -> None:
+    alone, ended = place(tmp_path / "alone", RETURNS), place(tmp_path / "ended", RETURNS)
+    assert run(alone) == 0
+    (ended / "ends").touch()
+    assert run(ended) == 75
+    assert "was left in iteration 3 on a signal" in (ended / "errors.txt").read_text()
+    assert not (ended / "final.pt").exists()
+    assert run(ended) == 0
+    assert "goes on after iteration" in (ended / "errors.txt").read_text()
     assert_same_end(ended, alone)
 
 

@@ -218,6 +218,7 @@ class _Rewriting(ast.NodeTransformer):
         if loop.lineno not in self._lines:
             return [loop]
         loop.iter = ast.copy_location(_call("each", loop.iter, *_lines(loop)), loop.iter)
+        _watch_returns(loop)
         return [loop, *_leave(loop)]
 
     def visit_While(self, loop: ast.While) -> list[ast.stmt]:
@@ -228,6 +229,7 @@ class _Rewriting(ast.NodeTransformer):
         iterations = ast.Assign([ast.Name(name, ast.Store())], _call("tests", *_lines(loop)))
         following = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "next", ast.Load()), [], [])
         loop.test = ast.copy_location(ast.BoolOp(ast.And(), [following, loop.test]), loop.test)
+        _watch_returns(loop)
         return [ast.copy_location(iterations, loop), loop, *_leave(loop)]
 
 
@@ -240,6 +242,15 @@ def _leave(loop: Loop) -> list[ast.stmt]:
     """What stands behind a loop, unless `break` also passes over an `else` there."""
     call = _call("leave", ast.Constant(loop.lineno))
     return [] if loop.orelse else [ast.copy_location(ast.Expr(call), loop)]
+
+
+def _watch_returns(loop: Loop) -> None:
+    """What a `return` of the loop returns goes through LoopIterations."""
+    for each in _own_nodes(loop):
+        if isinstance(each, ast.Return):
+            value = each.value or ast.Constant(None)
+            call = _call("return_value", value, ast.Constant(loop.lineno))
+            each.value = ast.copy_location(call, each)
 
 
 def _call(method: str, *arguments: ast.expr) -> ast.Call:

@@ -70,6 +70,11 @@ class LoopIterations:
         frame = sys._getframe(1)
         self._loops[frame.f_code, line].leave(frame)
 
+    def return_value(self, value: Any, line: int) -> Any:
+        """`value`, with which a `return` leaves the loop that begins in this line."""
+        self._loops[sys._getframe(1).f_code, line].leave_function()
+        return value
+
     def _enter(self, frame: types.FrameType, line: int, last_line: int) -> _Loop:
         self._entered += 1
         self._lines.add((frame.f_code, line, last_line))
@@ -219,7 +224,7 @@ class _Loop:
             if self._rank == 0:
                 self._try_to_save(frame)
         if must_end:
-            self._exit()
+            self._exit_after_saving()
 
     def leave(self, frame: types.FrameType) -> None:
         """Called behind the loop: if a signal has come in an iteration that ended with `break`,
@@ -231,14 +236,24 @@ class _Loop:
         gather_outputs()
         if self._rank == 0:
             self._try_to_save(frame)
-        self._exit()
+        self._exit_after_saving()
 
-    def _exit(self) -> NoReturn:
+    def leave_function(self) -> None:
+        """Called before `return` leaves the loop: if a signal has come in this iteration, all
+        ranks exit. It is repeated, since what it returns cannot be saved. Collective."""
+        if each_on_any_rank([self._flag.is_set], get_transport())[0]:
+            what = f"in iteration {self._iteration + 1}"
+            self._exit(f"{what} on a signal, before its return; {self._folder} holds earlier ones")
+
+    def _exit_after_saving(self) -> NoReturn:
+        what = f"after iteration {self._iteration}"
+        self._exit(f"{what} on a signal, and {self._folder} holds it")
+
+    def _exit(self, what: str) -> NoReturn:
         get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
         if self._rank == 0:
             print_line(
-                f"the loop at {self._place} was left after iteration {self._iteration} on a "
-                f"signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
+                f"the loop at {self._place} was left {what}; exit code {REQUEUE} asks for another "
                 "turn"
             )
         raise SystemExit(REQUEUE)
