@@ -4,7 +4,8 @@
 
 The members have no model and no memory of a rank: they are sockets, threads and small processes
 that speak as ranks, watchers and supervisors do, to the code of instep that such a job would have
-on the other side. `docs/scale.md` has the formulas. Figures that the file has of other sizes stay.
+on the other side. `docs/design/scale.md` has the formulas. Figures that the file has of other sizes
+stay.
 """
 
 from __future__ import annotations

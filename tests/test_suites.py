@@ -98,17 +98,18 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypa
 def test_the_tables_are_written_between_their_marks(tmp_path, monkeypatch, scripts):
     import pages
 
-    page = tmp_path / "suites.md"
-    marks = (
-        "before\n<!-- summary -->\n{}<!-- end -->\nbetween\n<!-- differences -->\n{}<!-- end -->\n"
-    )
-    page.write_text(marks.format("", ""))
-    monkeypatch.setattr(pages, "PAGES", {"en": page})
+    page, other = tmp_path / "suites.md", tmp_path / "other.md"
+    marks = "before\n<!-- summary -->\n{}<!-- end -->\nafter\n"
+    marks_of_other = "before\n<!-- differences -->\n{}<!-- end -->\n"
+    page.write_text(marks.format(""))
+    other.write_text(marks_of_other.format(""))
+    monkeypatch.setattr(pages, "PAGES", {"en": [page, other]})
     monkeypatch.setattr(pages, "RESULTS", tmp_path / "absent.json")
     for _ in range(2):
         pages.write_pages()
         summary = "\n".join(pages.summary({}, "en"))
-        assert page.read_text() == marks.format(f"{summary}\n", "none\n")
+        assert page.read_text() == marks.format(f"{summary}\n")
+        assert other.read_text() == marks_of_other.format("none\n")
 
 
 def test_each_side_of_horovods_tests_has_its_own_launcher_and_interpreter(tmp_path, scripts):

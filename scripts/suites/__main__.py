@@ -4,8 +4,8 @@
     python scripts/suites torch --np 3
     SUITES=FOLDER python scripts/suites       and those whose sources are in FOLDER/pytorch, ...
 
-Outcomes go into benchmarks/results/suites.json, and the tables of docs/suites.md are made from it.
-Whole logs are in build/suites/outcomes.
+Outcomes go into benchmarks/results/suites.json, and the tables of docs/suites.md and
+docs/design/suites.md are made from it. Whole logs are in build/suites/outcomes.
 """
 
 from __future__ import annotations

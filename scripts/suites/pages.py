@@ -1,4 +1,4 @@
-"""The tables of docs/suites.md and docs/suites.zh.md, from benchmarks/results/suites.json."""
+"""The tables of docs/suites.md and docs/design/suites.md, from benchmarks/results/suites.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from suites import OURS, ROOT, SUITES, Suite
 
 RESULTS = ROOT / "benchmarks" / "results" / "suites.json"
 REASONS = Path(__file__).with_name("reasons.json")
-PAGES = {"en": ROOT / "docs" / "suites.md", "zh": ROOT / "docs" / "suites.zh.md"}
+PAGES = {
+    language: [ROOT / "docs" / name, ROOT / "docs" / "design" / name]
+    for language, name in (("en", "suites.md"), ("zh", "suites.zh.md"))
+}
+"""The pages in each language; a table is on the page that has its marks."""
 WORDS = {
     "en": {
         "head": "| suite | ranks | on | pass | fail | skip "
@@ -40,21 +44,21 @@ def read_results() -> dict[str, Any]:
 
 
 def write_pages() -> None:
-    """Write both pages' tables."""
+    """Write the tables of all pages."""
     results = read_results()
-    for language, page in PAGES.items():
-        text = page.read_text()
+    for language, pages in PAGES.items():
         for mark, lines in (
             ("summary", summary(results, language)),
             ("differences", differences(results, language)),
         ):
             table = "\n".join(lines)
-            text = re.sub(
-                rf"(?s)(<!-- {mark} -->\n).*?(<!-- end -->)",
-                lambda found, table=table: f"{found[1]}{table}\n{found[2]}",
-                text,
-            )
-        page.write_text(text)
+            for page in pages:
+                text = re.sub(
+                    rf"(?s)(<!-- {mark} -->\n).*?(<!-- end -->)",
+                    lambda found, table=table: f"{found[1]}{table}\n{found[2]}",
+                    page.read_text(),
+                )
+                page.write_text(text)
 
 
 def rows(results: dict[str, Any]) -> list[tuple[Suite, str, dict[str, Any]]]:
