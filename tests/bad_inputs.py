@@ -127,7 +127,7 @@ CASES = (
     Case("check trian.py", "trian.py: No such file or directory"),
     Case("check --selct INS1 train.py", "did you mean --select?"),
     Case("check --select XYZ train.py", "no rule begins with 'XYZ'"),
-    Case("check --explain INS999", "there is no rule 'INS999'"),
+    Case("check --explain INS999", "there is no rule 'INS999'. Each finding"),
     Case(
         "slurm train.py",
         "instep slurm --gpus-per-node 4 train.py; with other accelerators, --gres npu:8; without",

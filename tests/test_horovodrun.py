@@ -190,7 +190,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
         ("-np 2 -H localhost:1,far:4 python a.py", "cannot run a.py: there is no such file"),
         ("-np 2 -H localhost:x python a.py", "slots of localhost is a whole number, not 'x'"),
         ("-np 2 --hostfile nowhere python a.py", "cannot read the hosts in nowhere"),
-        ("python a.py", "-np takes the number of ranks"),
+        ("python a.py", "say how many ranks: instep horovodrun -np 2"),
         ("-np 0 python a.py", "-np takes the number of ranks, a whole number from 1 up, not '0'"),
         ("-np 2 --fusion-threshold-mb x python a.py", "--fusion-threshold-mb is a whole number"),
         ("-np 2 --min-np 3 python a.py", "--min-np is at most as many"),
@@ -203,7 +203,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
         ),
         ("-np 2 nonsense a.sh", "there is no command 'nonsense'"),
         ("-np 2 python nowhere.py", "cannot run nowhere.py: there is no such file"),
-        ("-np 2", "nothing to run"),
+        ("-np 2", "nothing to run: name a command"),
         ("-np 2 --spam python a.py", "there is no option --spam"),
     ],
 )

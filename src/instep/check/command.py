@@ -73,7 +73,10 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
         code = arguments.explain.upper().strip("[]")
         found = known.get(code, known.get(f"INS{code}"))
         if found is None:
-            parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(known)}")
+            parser.error(
+                f"there is no rule {arguments.explain!r}. Each finding and each warning has its "
+                "code, as in INS101"
+            )
         print(format_page(found), end="")
         return CLEAN
     if not arguments.scripts:

@@ -128,6 +128,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     size = _number_of_ranks(asked) if elastic else _size(asked)
     options = elastic_flags.parse(asked, size) if elastic else None
     variables = _variables(asked)
+    if not program:
+        raise CommandLineError("nothing to run: name a command, as in `python train.py`.")
     command = _command(program)
     check_command(command)
     if asked.verbose:
@@ -219,11 +221,14 @@ def _size(asked: argparse.Namespace) -> int:
 
 
 def _number_of_ranks(asked: argparse.Namespace) -> int:
-    """-np. Raises CommandLineError if it is no number."""
-    if asked.num_proc is None or not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
+    """-np. Raises CommandLineError if it is missing or no number."""
+    if asked.num_proc is None:
         raise CommandLineError(
-            "-np takes the number of ranks, a whole number from 1 up, not "
-            f"{asked.num_proc or 'nothing'!r}."
+            "say how many ranks: instep horovodrun -np 2 python train.py, or -H host0:2,host1:2."
+        )
+    if not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
+        raise CommandLineError(
+            f"-np takes the number of ranks, a whole number from 1 up, not {asked.num_proc!r}."
         )
     return int(asked.num_proc)
 
