@@ -96,6 +96,46 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
     assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
 
 
+WRITES_SLOWLY = """
+import ctypes, os
+import torch
+from instep.unedited import multi_rank
+
+multi_rank.PATIENCE = 0.01
+announce = multi_rank.client.announce_failure
+class Announced:
+    "Tells the test when rank 1 has looked often enough whether rank 0 waits."
+    def __init__(self):
+        self.rank_0_waits, self.looks = announce(), 0
+    def wait(self, seconds):
+        self.looks += 1
+        if self.looks == 5:
+            libc, line = ctypes.CDLL(None), b'["rank 1 waits"]\\n'
+            libc.write(libc.open(os.environ["EVENTS"].encode(), os.O_WRONLY), line, len(line))
+        return self.rank_0_waits.wait(seconds)
+multi_rank.client.announce_failure = Announced
+for _ in range(4):
+    print("x" * 50_000, flush=True)
+print("end", flush=True)
+raise ValueError("late")
+"""
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_0_that_writes_when_all_fail_is_not_ended_before_it_has_written(
+    tmp_path: Path,
+) -> None:
+    launch = Launch(tmp_path, ("run",))
+    path = tmp_path / "train.py"
+    path.write_text(WRITES_SLOWLY)
+    with launch.start("-n", 2, path) as process:
+        assert launch.event() == ["rank 1 waits"]  # while nobody reads what rank 0 writes
+        stdout, stderr = process.communicate()
+    launch.close()
+    assert (process.returncode, stdout.count("x"), stdout[-4:]) == (1, 200_000, "end\n")
+    assert stderr.count("ValueError: late") == 1
+
+
 @pytest.mark.parametrize(
     "source", [b"import os\n\nprint('\xd6\xd0')\n", b"print('\xd6\xd0')\n", b"# \xd6\xd0\n"]
 )

@@ -306,7 +306,10 @@ class Store(dict):
 
     def wait(self, keys, timeout):
         if not self.keys() >= {*keys}:
-            raise RuntimeError("timed out")
+            raise torch.distributed.DistStoreError("timed out")
+
+    def check(self, keys):
+        return self.keys() >= {*keys}
 
 
 @pytest.mark.parametrize(("said", "reports"), [(b"lost", False), (b"other", True), (None, True)])

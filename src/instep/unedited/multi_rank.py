@@ -57,7 +57,10 @@ from instep.unedited.sharded_call.run import backward, region
 from instep.unedited.sharded_call.run.sharded_output import has_sharded_outputs
 
 PATIENCE = 1.5
-"""Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
+"""Seconds. If all ranks fail in the same way, rank 0 has reported it by then, unless it is behind:
+it alone writes files and prints."""
+LONGEST_PATIENCE = 30.0
+"""Seconds, for a rank 0 that waits for nobody: it may be writing to a slow disk or pipe."""
 LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
@@ -233,7 +236,7 @@ class MultiRankSession:
 
         If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
         wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
-        does neither in PATIENCE seconds.
+        does neither in PATIENCE seconds and waits for other ranks, or in LONGEST_PATIENCE.
         """
         if self._has_failed or self._is_alone or not self._installed:
             return True
@@ -243,14 +246,25 @@ class MultiRankSession:
             if self.world.rank == 0:
                 self._store.set(_FAILED, failed)  # type: ignore[arg-type]  # the stub says str
                 return True
-            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            if self._store.get(_FAILED) != failed:
+            if not self._has_rank_0_failed() or self._store.get(_FAILED) != failed:
                 return True
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
         with suppress(RuntimeError):
             self._store.wait([_NEVER], settings.timeout())
         return False
+
+    def _has_rank_0_failed(self) -> bool:
+        """Or ended; wait for it while it may. Raises RuntimeError where rank 0 is gone."""
+        with suppress(dist.DistStoreError):  # it has taken too long
+            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
+            return True
+        rank_0_waits = client.announce_failure()
+        deadline = monotonic() + LONGEST_PATIENCE
+        while not self._store.check([_FAILED]):
+            if rank_0_waits is None or rank_0_waits.wait(0.1) or monotonic() > deadline:
+                return False
+        return True
 
     def _wait_for_all_ranks(self) -> None:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""

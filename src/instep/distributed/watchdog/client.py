@@ -117,6 +117,17 @@ def announce_exit() -> None:
         client.send("at_exit")
 
 
+def announce_failure() -> threading.Event | None:
+    """This rank has failed, and waits to see whether rank 0, which may be behind, fails as well.
+
+    Returns what is set once rank 0 waits for others, or no watcher can tell; None without one.
+    """
+    if not _clients:
+        return None
+    _clients[-1].send("failing")
+    return _clients[-1]._rank_0_waits
+
+
 def announce_end() -> None:
     """This rank ends now, and has not failed."""
     for client in _clients[-1:]:
@@ -157,6 +168,8 @@ class WatcherClient:
         self._world, self._pid = world, os.getpid()
         self._decided = threading.Event()
         """The job's first failure is known, or no watcher is left to choose it."""
+        self._rank_0_waits = threading.Event()
+        """It does, while this rank has failed; or no watcher is left to tell."""
         self._is_first = True
         """Whether it may be this rank's."""
         self._headline = ""
@@ -257,6 +270,7 @@ class WatcherClient:
             for message in messages:
                 self._handle(message.pop("type"), message)
         self._decided.set()
+        self._rank_0_waits.set()
         interrupts.disconnect()
         self._connection.close()
         os.close(self._seen)
@@ -282,6 +296,8 @@ class WatcherClient:
         elif message_type == "not_first":
             self._is_first = False
             self._decided.set()
+        elif message_type == "rank_0_waits":
+            self._rank_0_waits.set()
         elif message_type == "exit":
             self._exit(message["code"], message["reason"])
         elif message_type == "abort":

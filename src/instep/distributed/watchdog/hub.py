@@ -25,7 +25,6 @@ from instep.distributed.watchdog.mismatch import (
     Step,
     has_line,
 )
-from instep.distributed.watchdog.stalls.job_socket import JobSocket
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from instep.process.exit_status import (
     UNKNOWN_RANK,
@@ -93,6 +92,8 @@ class Hub:
         """The failure that is reported, once it is chosen."""
         self._finished: set[int] = set()
         """The ranks whose program has ended normally."""
+        self._failing: set[int] = set()
+        """The ranks that wait with a failure until rank 0 has failed, too, or cannot."""
         self._postponed = 0
         self._ending_others = self._over = False
         """Whether the other ranks were told to exit; whether the hub's work is done."""
@@ -190,8 +191,13 @@ class Hub:
             self.broadcast("check_often")
         elif message_type == "failed":
             self._fail(message)
+        elif message_type == "failing":
+            self._failing.add(rank)
+            self.broadcast("check_often")
+            self._release_failing()
         elif message_type == "waits":
             self._waits[rank] = message
+            self._release_failing()
             if not self._suspects:
                 self._suspects = True
                 self._loop.call_later(SUSPECT_SECONDS, self._suspect_deadlock)
@@ -253,6 +259,10 @@ class Hub:
         if len(self._failures) == 1:
             self._ask_collectives()
             self._loop.call_later(COLLECT_SECONDS, self._choose_first)
+
+    def _release_failing(self) -> None:
+        for rank in self._failing & self._connections.keys() if 0 in self._waits else ():
+            self._connections[rank].send("rank_0_waits")
 
     def _choose_first(self) -> None:
         silent = [failure for failure in self._failures if failure["silent"]]
@@ -387,14 +397,3 @@ class Hub:
             os.write(2, f"instep: {text}\n".encode())
         else:
             self.abort_job(f"{text}\n")
-
-
-def start_hub(loop: EventLoop, start: Message) -> socket.socket:
-    """Start the hub in this process, which is rank 0's watcher; returns its connection to it."""
-    listener = socket.socket(fileno=start["listener"])
-    ours, theirs = socket.socketpair()
-    hub = Hub(loop, start["size"], listener, start["token"], start["pid"])
-    hub.add_client(theirs)
-    with suppress(OSError):
-        JobSocket(loop, start["pid"], hub.stalls.handle_request)
-    return ours

@@ -13,6 +13,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "ended": {"code": _NUMBER_OR_NONE},
     "finished": {},
     "at_exit": {},
+    "failing": {},
     "failed": {
         "rank": _NUMBER,
         "host": _TEXT,

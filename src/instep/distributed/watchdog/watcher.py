@@ -17,10 +17,11 @@ from pathlib import Path
 from instep.distributed.flight_record.record_format import read
 from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub import start_hub
+from instep.distributed.watchdog.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.distributed.watchdog.progress_checks import ProgressChecks
+from instep.distributed.watchdog.stalls.job_socket import JobSocket
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
 from instep.process import write_text
 from instep.process.exit_status import format_failure, ranks_of, shell_exit_code
@@ -143,8 +144,8 @@ class Watcher:
                     message.get("is_consequence", False),
                     message.get("awaited_rank"),
                 )
-            elif message_type == "at_exit":
-                self._hub.send("at_exit")
+            elif message_type in ("at_exit", "failing"):
+                self._hub.send(message_type)
             elif message_type == "exiting":
                 self._process.confirm_exit(is_writing=message["writing"])
             elif message_type == "position":
@@ -246,6 +247,8 @@ class Watcher:
                 self._stalls.describe(**message)
             elif message_type == "answer":
                 self._stalls.handle_reply(message)
+            elif message_type == "rank_0_waits":
+                self._rank_connection.send("rank_0_waits")
             elif message_type == "check_often":
                 self._checks.shorten_interval()
             elif message_type == "abort":
@@ -302,7 +305,7 @@ def main(fd: str) -> None:
     start, *others = messages
     loop = EventLoop()
     if start["rank"] == 0:
-        hub = start_hub(loop, start)
+        hub = _start_hub(loop, start)
     else:
         reached = connect(start["hosts"], start["port"])
         if reached is None:
@@ -312,3 +315,14 @@ def main(fd: str) -> None:
     watcher.handle(others)
     loop.run()
     watcher.clean_up()
+
+
+def _start_hub(loop: EventLoop, start: Message) -> socket.socket:
+    """Start the hub in this process, which is rank 0's watcher; returns its connection to it."""
+    listener = socket.socket(fileno=start["listener"])
+    ours, theirs = socket.socketpair()
+    hub = Hub(loop, start["size"], listener, start["token"], start["pid"])
+    hub.add_client(theirs)
+    with suppress(OSError):
+        JobSocket(loop, start["pid"], hub.stalls.handle_request)
+    return ours
