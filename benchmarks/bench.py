@@ -265,7 +265,7 @@ def ppo(result: dict[str, Any]) -> str:
 
 def scale(result: dict[str, Any]) -> str:
     """Simulated members: seconds of an exchange, and bytes where they are counted, with the code
-    before docs/scale.md and with this one."""
+    before docs/design/scale.md and with this one."""
     rows = []
     for size, parts in result["sizes"].items():
         before = result.get("before", {}).get(size, {})
