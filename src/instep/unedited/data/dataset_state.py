@@ -36,9 +36,7 @@ samples that are loaded."""
 _MAX_COPIED = 4096
 """Entries of a container that is copied; of a larger one the length is kept."""
 _MAX_BYTES = 4096
-"""Of an array, or of its rows."""
-_MAX_TENSOR = 1 << 20
-"""Bytes of a tensor that is copied."""
+"""Of an array, or of its rows; of a tensor that is copied."""
 _LOADING = ("__init__", "__post_init__", "__getitem__", "__getstate__", "__setstate__")
 _ATTRIBUTE = re.compile(r"\.(\w+)")
 
@@ -124,7 +122,8 @@ class DatasetState:
                 self._lasting.add((path, id(value)))
             elif isinstance(value, Tensor) and not value.is_inference():
                 found[path, id(value)] = value._version
-                if value.layout is strided and value.nbytes <= _MAX_TENSOR:
+                is_sample = path.endswith("]")  # of which there may be many
+                if value.layout is strided and value.nbytes <= _MAX_BYTES and not is_sample:
                     restore.append(_keep_tensor(value))
                 else:
                     self._lasting.add((path, id(value)))
