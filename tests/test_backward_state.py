@@ -75,6 +75,13 @@ class Averaged(torch.autograd.Function):
         return grad, None
 
 
+class AveragedData(Averaged):
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.mean.data.mul_(0.9).add_(grad.abs().mean(), alpha=0.1)
+        return grad, None
+
+
 class Layer(nn.Linear):
     def __init__(self, function, *arguments):
         super().__init__(4, 4)
@@ -85,12 +92,13 @@ class Layer(nn.Linear):
 
 
 class Buffered(nn.Linear):
-    def __init__(self):
+    def __init__(self, function):
         super().__init__(4, 4)
+        self.function = function
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x):
-        return Averaged.apply(super().forward(x), self.mean)
+        return self.function.apply(super().forward(x), self.mean)
 
 
 def trained(model, x_of=lambda: torch.randn(6, 4)):
@@ -123,8 +131,8 @@ def in_a_tensor():
     return [*trained(Layer(Averaged, mean)), mean]
 
 
-def in_a_buffer():
-    model = Buffered()
+def in_a_buffer(function):
+    model = Buffered(function)
     return [*trained(model), model.mean]
 
 
@@ -160,7 +168,8 @@ CASES = {
     "a global list": (in_a_global_list, 6),
     "an object": (in_an_object, 0),
     "a tensor": (in_a_tensor, 0),
-    "a buffer": (in_a_buffer, 0),
+    "a buffer": (lambda: in_a_buffer(Averaged), 0),
+    "a buffer's data": (lambda: in_a_buffer(AveragedData), 0),
     **{name: (case, 6) for name, case in HOOKED.items()},
 }
 

@@ -112,6 +112,17 @@ def has_other_values(before: ObjectGraph, after: ObjectGraph) -> bool:
     )
 
 
+def has_changed(before: ObjectGraph, after: ObjectGraph) -> bool:
+    """Whether anything in it is another: what an object holds, or the version of a tensor."""
+    nodes, tensors = before.nodes, before.tensors
+    return any(
+        key not in nodes or not _is_unchanged(nodes[key], node) for key, node in after.nodes.items()
+    ) or any(
+        key not in tensors or tensors[key][2] != version
+        for key, (_, _, version) in after.tensors.items()
+    )
+
+
 def _is_unchanged(old: GraphNode, new: GraphNode) -> bool:
     a, b = old.contents, new.contents
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else is_same(a, b)

@@ -118,7 +118,7 @@ class Reference:
         self.last_backward: StatePair | None = None
         """The state before and after the last backward, where it calls such functions."""
         self.own_backward: StatePair | None = None
-        """The same of its own."""
+        """The same of its own, where that changes it."""
 
     @property
     def returns_scalar(self) -> bool:
@@ -186,11 +186,15 @@ class Reference:
             finally:
                 self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
                 self._value = None
-        self.own_backward = self.last_backward
-        if self.own_backward is not None:
-            before, after = self.own_backward
-            if why := before.find_change(after, self.kept):
-                raise ShardedCallError(why.text.replace("forward", "backward", 1))
+        if self.last_backward is None:
+            return
+        before, after = self.last_backward
+        if why := before.find_change(after, self.kept):
+            raise ShardedCallError(why.text.replace("forward", "backward", 1))
+        if before.has_changed(after):
+            self.own_backward = self.last_backward
+        else:  # hold nothing of the graph
+            self._functions, self.last_backward = [], None
 
     @contextmanager
     def _noting_state(self) -> Iterator[None]:

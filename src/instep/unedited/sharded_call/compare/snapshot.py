@@ -152,6 +152,15 @@ class Snapshot:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
 
+    def has_changed(self, after: Snapshot) -> bool:
+        """Whether anything has changed in between, `.data` of what `note_values` noted included."""
+        return (
+            graph_difference.has_changed(self.graph, after.graph)
+            or any(bit_sums(kept).tolist() != bits for _, kept, bits in self._by_data)
+            or self.buffers.keys() != after.buffers.keys()
+            or any(not x.value.equal(after.buffers[k].value) for k, x in self.buffers.items())
+        )
+
     def find_change(self, after: Snapshot, kept: Sequence[AttributePlace]) -> WholeReason | None:
         """Say what a forward in between changed that rules out sharding; None if nothing.
 
