@@ -64,10 +64,10 @@ def has_pending_writes() -> bool:
     return bool(_drafts)
 
 
-def wait_for_writes(limit: float = WAIT_LIMIT) -> None:
-    """Return when no thread of this process writes such a file any more, or after `limit`."""
+def wait_for_writes() -> None:
+    """Return when no thread of this process writes such a file any more, or after WAIT_LIMIT."""
     with _changed:
-        _changed.wait_for(lambda: not _drafts, limit)
+        _changed.wait_for(lambda: not _drafts, WAIT_LIMIT)
 
 
 def remove_drafts(marker: Path) -> None:

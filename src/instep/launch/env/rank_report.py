@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -50,34 +49,34 @@ def describe_rank() -> Facts:
     }
 
 
-def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
+def describe_job() -> Facts:
     """The part of the report that should be the same on all ranks."""
     world = bootstrap.current()
     return {
         "launcher": world.source,
-        "why": _launcher_variables(environ),
+        "why": _launcher_variables(),
         "ranks": world.size,
         "hosts": world.nodes,
         "available": [name for name, there in _backends().items() if there],
         "set": {
-            name: environ[name]
+            name: os.environ[name]
             for name in (
                 *(knob.name for knob in settings.SETTINGS),
                 *THREADS,
                 *NETWORK_VARIABLES,
                 *dict.fromkeys(name for row in accelerators.ACCELERATORS for name in row.variables),
             )
-            if name in environ and name != settings.SECRET.name
+            if name in os.environ and name != settings.SECRET.name
         },
     }
 
 
-def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _launcher_variables() -> dict[str, str]:
     """The variables by which the launcher was recognised."""
     for row in launchers.LAUNCHERS:
-        if row.matches(environ):
+        if row.matches(os.environ):
             names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)
-            return {name: environ[name] for name in names if name and name in environ}
+            return {name: os.environ[name] for name in names if name and name in os.environ}
     return {}
 
 

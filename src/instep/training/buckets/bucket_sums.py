@@ -24,7 +24,7 @@ def make_bucket(
     parameters: Mapping[int, Tensor],
     transport: Transport,
     ids: Sequence[int],
-    codec: BucketCodec | None = None,
+    codec: BucketCodec | None,
     *,
     grads_as_views: bool = False,
 ) -> GradBucket:

@@ -21,10 +21,10 @@ class PackedBucket(GradBucket):
         layout: BucketLayout,
         parameters: Mapping[int, Tensor],
         ids: Sequence[int],
-        codec: BucketCodec | None = None,
+        codec: BucketCodec | None,
         *,
         starts_early: bool,
-        grads_as_views: bool = False,
+        grads_as_views: bool,
     ) -> None:
         super().__init__(layout, parameters, ids)
         self.starts_early = starts_early

@@ -45,7 +45,7 @@ class BlockBatchSampler:
         seed: int,
         *,
         seeded: bool,
-        empty_block: Callable[[], Block] = empty_block,
+        empty_block: Callable[[], Block],
     ) -> None:
         self.last: EpochBatches | None = None
         self._batches = batches
