@@ -664,19 +664,20 @@ def test_what_loading_keeps_in_containers_every_rank_keeps_in_order(of_library):
 
 
 class Caching(Noisy):
-    """Keeps each sample that it has loaded: `draws` says whether as it was drawn."""
+    """Keeps each sample, under a name that no other test has: `draws` says whether as it was
+    drawn."""
 
     def __init__(self, n, *, draws):
         super().__init__(n)
-        self.cache, self.draws = {}, draws
+        self.kept_by_index, self.draws = {}, draws
 
     def __getitem__(self, index):
-        if index not in self.cache:
+        if index not in self.kept_by_index:
             self._fill(index)
-        return self.cache[index]
+        return self.kept_by_index[index]
 
     def _fill(self, index):
-        self.cache[index] = torch.tensor(index) + (torch.rand(()) if self.draws else 0)
+        self.kept_by_index[index] = torch.tensor(index) + (torch.rand(()) if self.draws else 0)
 
 
 class CountedCache(Caching):
