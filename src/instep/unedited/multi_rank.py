@@ -61,6 +61,8 @@ PATIENCE = 1.5
 it alone writes files and prints."""
 LONGEST_PATIENCE = 30.0
 """Seconds, for a rank 0 that waits for nobody: it may be writing to a slow disk or pipe."""
+_POLL = 0.5
+"""Seconds between two looks of each rank at rank 0's store."""
 LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
@@ -255,14 +257,15 @@ class MultiRankSession:
         return False
 
     def _has_rank_0_failed(self) -> bool:
-        """Or ended; wait for it while it may. Raises RuntimeError where rank 0 is gone."""
+        """Whether rank 0 has failed or come to its end, for which this rank waits while rank 0
+        waits for nobody. Raises RuntimeError where it is gone, with the store."""
         with suppress(dist.DistStoreError):  # it has taken too long
             self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
             return True
         rank_0_waits = client.announce_failure()
         deadline = monotonic() + LONGEST_PATIENCE
         while not self._store.check([_FAILED]):
-            if rank_0_waits is None or rank_0_waits.wait(0.1) or monotonic() > deadline:
+            if rank_0_waits is None or rank_0_waits.wait(_POLL) or monotonic() > deadline:
                 return False
         return True
 

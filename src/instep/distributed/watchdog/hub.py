@@ -193,7 +193,7 @@ class Hub:
             self._fail(message)
         elif message_type == "failing":
             self._failing.add(rank)
-            self.broadcast("check_often")
+            self._send(0, "check_often")
             self._release_failing()
         elif message_type == "waits":
             self._waits[rank] = message
@@ -218,11 +218,14 @@ class Hub:
         """Answer a question that was asked on the host of this rank."""
 
         def reply(text: str) -> None:
-            if rank in self._connections:
-                fields = {"number": question["number"], "text": text[:MAX_ANSWER]}
-                self._connections[rank].send("answer", **fields)
+            self._send(rank, "answer", number=question["number"], text=text[:MAX_ANSWER])
 
         self.stalls.handle_request({"type": question["kind"]}, reply)
+
+    def _send(self, rank: int, message_type: str, **fields: object) -> None:
+        """Send a message to the watcher of this rank, if it is connected."""
+        if rank in self._connections:
+            self._connections[rank].send(message_type, **fields)
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""
@@ -248,9 +251,8 @@ class Hub:
 
     def abort_job(self, text: str) -> None:
         """Let the lowest running rank fail with this text, unless another failure is known."""
-        connection = self._connections.get(min(self.running_ranks(), default=0))
-        if self._first is None and not self._failures and connection is not None:
-            connection.send("abort", text=text)
+        if self._first is None and not self._failures:
+            self._send(min(self.running_ranks(), default=0), "abort", text=text)
 
     # ------------------------------------------------------------------------------- failures
 
@@ -261,8 +263,8 @@ class Hub:
             self._loop.call_later(COLLECT_SECONDS, self._choose_first)
 
     def _release_failing(self) -> None:
-        for rank in self._failing & self._connections.keys() if 0 in self._waits else ():
-            self._connections[rank].send("rank_0_waits")
+        while self._failing and 0 in self._waits:
+            self._send(self._failing.pop(), "rank_0_waits")
 
     def _choose_first(self) -> None:
         silent = [failure for failure in self._failures if failure["silent"]]
@@ -358,9 +360,7 @@ class Hub:
             and all(self._waits.get(rank) is wait for rank, wait in waits.items())
         ):
             text = "the ranks wait for each other in different collectives:\n"
-            connection = self._connections.get(min(waits))
-            if connection is not None:
-                connection.send("abort", text=text + format_waits(waits))
+            self._send(min(waits), "abort", text=text + format_waits(waits))
 
     # --------------------------------------------------------------------------- disagreements
 

@@ -175,15 +175,14 @@ class Reference:
         """
         self._products = VectorJacobianProducts.of(self.call, self.outputs, self._plain_parameters)
         self._functions = _backward_functions(self.outputs, self._start)
-        if not (self._can_release and self._products.cotangents) or self.uses_older():
+        releases = bool(self._can_release and self._products.cotangents) and not self.uses_older()
+        if releases:
+            self._leaves = self.leaves()
+        try:
             with self._noting_state():
                 self._gradients = self._products.grads(self.outputs)
-        else:
-            self._leaves = self.leaves()
-            try:
-                with self._noting_state():
-                    self._gradients = self._products.grads(self.outputs)
-            finally:
+        finally:
+            if releases:
                 self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
                 self._value = None
         if self.last_backward is None:
