@@ -254,6 +254,23 @@ def test_dropout_of_attention() -> None:
     same_on_any_number_of_ranks(instep.replicate(Drawing(transformer, *parts)), 7)
 
 
+def attends(model: Drawing, y: Tensor) -> Tensor:
+    """Of 3 rows, the masks have as many positions as rows."""
+    z = torch.stack([y, y.sin(), y.cos()], 1)
+    return model.parts[0](z, z, z)[0].mean(1) + 0.1 * torch.randn_like(y)
+
+
+def test_compiled_code_draws_for_the_rows_that_its_source_draws_for() -> None:
+    model = torch.compile(
+        Drawing(attends, nn.MultiheadAttention(8, 2, 0.3, batch_first=True)), backend="eager"
+    )
+    instep.replicate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler has some of its own
+        warnings.simplefilter("error", InstepWarning)
+        same_on_any_number_of_ranks(model, 6)
+
+
 @pytest.mark.parametrize("body", [attention, like, activations])
 def test_draws_in_other_dtypes(body: Body) -> None:
     same_on_any_number_of_ranks(instep.replicate(Drawing(body).double()), 7)

@@ -151,9 +151,7 @@ class BatchDims:
 
     def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
         """From a trial, or from draws of the same line with other numbers of rows."""
-        dim = _compare(
-            [other for at, other in self._drawn.get(rows, ()) if at == line], shape, rows
-        )
+        dim = _compare(self._drawn_at(line, rows), shape, rows)
         if dim != "unknown":
             return dim
         if (line, shape) in self._shapes_without:
@@ -163,6 +161,15 @@ class BatchDims:
         if isinstance(dim, int) and shape[dim] % rows:
             return "by data"
         return "unknown" if dim is None and _may_have_rows(shape, rows) else dim
+
+    def _drawn_at(self, line: str, rows: int) -> list[Shape]:
+        """Shapes of the trial. Compiled code has its source's lines, but other instructions."""
+        drawn = self._drawn.get(rows, [])
+        shapes = [shape for at, shape in drawn if at == line]
+        if shapes:
+            return shapes
+        source = line.rpartition(":")[0]
+        return [shape for at, shape in drawn if at.rpartition(":")[0] == source]
 
     def _learn(self, key: tuple[str, Shape, int], dim: Dim) -> None:
         line, shape, _ = key
