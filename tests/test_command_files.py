@@ -183,6 +183,26 @@ def test_a_rank_that_is_two_commands_late_sees_its_own_generation(
             read("large")
 
 
+def test_what_all_ranks_have_left_is_deleted_once_and_not_looked_for_after_each_later_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    ranks = Ranks(tmp_path)
+    kept = before_layer(str(tmp_path / "layers"), 0)
+    with seen_through(ranks.files[0]):
+        write("c", "w", "changed")
+    path = str(tmp_path / "folder" / "c")
+    location = kept.find(path)
+    assert location
+    for _ in range(2):
+        ranks.command(lambda: None)
+    assert not os.path.exists(location)
+    Path(location).touch()
+    for _ in range(2):
+        ranks.command(lambda: None)
+    assert os.path.exists(location)
+
+
 def test_a_rank_stays_in_a_folder_that_only_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

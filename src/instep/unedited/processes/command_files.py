@@ -64,6 +64,8 @@ class GenerationChange:
         self._shared = shared
         self._generations = generations
         self._number = 0
+        self._oldest = 0
+        """On rank 0, of the generations whose files are not deleted."""
 
     @property
     def is_on_rank0_host(self) -> bool:
@@ -76,8 +78,9 @@ class GenerationChange:
         assert self._shared is not None
         shared = self._shared
         oldest = min(generations_in_use(shared), default=self._number)
-        for number in range(oldest):
+        for number in range(self._oldest, oldest):
             delete_files(before_layer(shared, number).directory)
+        self._oldest = oldest
         self._number += 1
         before = before_layer(shared, self._number)
         self.files.start_generation(before, lambda: self._earlier(shared))
