@@ -162,6 +162,17 @@ def test_what_a_rank_has_entered_is_read_once() -> None:
     assert next(read) == MANY + 1
 
 
+def test_what_ranks_tell_after_a_disagreement_was_reported_is_not_compared_again(
+    watched: Watched, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched.say_hello()
+    watched.tell(0, "failed", rank=0, host="a", code=1, description="failed", silent=False)
+    for rank, op in enumerate(("barrier", "broadcast", "barrier")):
+        watched.tell(rank, "collectives", steps=[["0", 1, len(op), f"{op} at a:{rank}"]])
+    assert "barrier at a:0 on rank 0; broadcast at a:1 on rank 1" in capfd.readouterr().err
+    assert watched.hub._entered.find_mismatch() == {"barrier at a:0": [0], "broadcast at a:1": [1]}
+
+
 def test_members_are_ranges() -> None:
     assert rank_ranges(range(10_000)) == [[0, 9999]]
     assert rank_ranges([7, 3, 4, 5, 9]) == [[3, 5], [7, 7], [9, 9]]

@@ -374,9 +374,10 @@ class Hub:
             self._loop.call_later(self._answer_seconds, self._report_mismatch)
 
     def _compare_collectives(self, rank: int, steps: list[Step]) -> None:
-        self._entered.add(rank, steps)
-        if self._failures and len(self._entered.find_mismatch()) > 1:
-            self._report_mismatch()  # the other ranks are about to be ended
+        if not self._mismatch_reported:
+            self._entered.add(rank, steps)
+            if self._failures and len(self._entered.find_mismatch()) > 1:
+                self._report_mismatch()  # the other ranks are about to be ended
 
     def _report_mismatch(self) -> None:
         """End the job if the ranks have entered different collectives, or explain its failure."""

@@ -69,12 +69,8 @@ class EnteredCollectives:
 
         A rank that has not entered a collective yet disagrees with none.
         """
-        differing = [
-            step
-            for step in self._differing
-            if len({tag for tag, _ in self._entered[step].values()}) > 1
-        ]
-        if not differing:
-            return {}
-        entered = self._entered[min(differing)]
-        return group_ranks({rank: text for rank, (_, text) in entered.items()})
+        for step in sorted(self._differing):
+            entered = self._entered[step]
+            if len({tag for tag, _ in entered.values()}) > 1:
+                return group_ranks({rank: text for rank, (_, text) in entered.items()})
+        return {}
