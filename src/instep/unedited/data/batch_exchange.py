@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -85,11 +86,11 @@ class ExchangedBatch:
     def is_consistent(self) -> bool:
         """Whether every sample that two ranks have loaded is the same on both."""
         ranks = [header.rows for header in self.headers]
-        for rank, rows in enumerate(ranks):
-            later = (other for other in ranks[rank + 1 :] + ranks if other.count)
-            expected = next((other.first_checksum for other in later), None)
+        expected = next((rows.first_checksum for rows in ranks if rows.count), None)
+        for rows in reversed(ranks):  # each has loaded the first sample of the next one with rows
             if None not in (rows.other_checksum, expected) and rows.other_checksum != expected:
                 return False
+            expected = rows.first_checksum if rows.count else expected
         return True
 
 
@@ -210,7 +211,7 @@ def _gather_leaves(
             own = rows.leaves[k] if rows.count else None
             yield _gather_tensor(first, own, plan.block, transport)
         else:
-            yield sum(rest, first)
+            yield type(first)(chain(first, *rest))  # a list or a tuple
 
 
 def _gather_tensor(
@@ -259,8 +260,8 @@ def _gather_samples(
 ) -> list[Any]:
     assert rows.packed is not None
     sizes = [header.nbytes for header in headers]
-    starts = [sum(sizes[:rank]) for rank in range(transport.size)]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    starts = [*accumulate(sizes, initial=0)]
+    memory = torch.empty(starts.pop(), dtype=torch.uint8, device="cpu")
     memory[starts[transport.rank] :][: sizes[transport.rank]] = rows.packed.memory
     _broadcast_parts(memory, starts, transport)
     samples: list[Any] = []
