@@ -25,6 +25,8 @@ from instep.unedited.objects.script_code import is_named_only_in, is_of_script
 
 Variable = tuple[str, dict[str, Any]]
 """The name of a global variable, and the dict that holds it."""
+Keep = Callable[..., None]
+"""See `DatasetState._keep`."""
 _PLAIN = (bool, int, float, str)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, set, deque, *_DICTS)
@@ -64,7 +66,7 @@ class DatasetState:
         self._lasting: set[tuple[str, int]] = set()
         """What cannot be brought back."""
         self._restore: list[Callable[[], None]] = []
-        self._values = self._look(self._restore)
+        self._values = self._look(self._keep)
 
     def find_change(self, *, draws: bool) -> tuple[str, bool]:
         """Where something has changed by now, empty if nowhere; and whether `restore` can take it
@@ -73,7 +75,7 @@ class DatasetState:
         draws: whether the samples draw random numbers, on which what is kept may depend.
         """
         first, is_restorable = "", True
-        for (path, identity), now in self._look([]).items():
+        for (path, identity), now in self._look(lambda *_: None).items():
             before = self._values.get((path, identity))
             if before is None or before == now:
                 continue
@@ -93,22 +95,27 @@ class DatasetState:
         for restore in self._restore:
             restore()
 
-    def _look(self, restore: list[Callable[[], None]]) -> dict[tuple[str, int], Any]:
+    def _keep(self, make: Callable[..., Callable[[], None]], *args: Any) -> None:
+        """`make(*args)` makes a function that brings something back."""
+        self._restore.append(make(*args))
+
+    def _look(self, keep: Keep) -> dict[tuple[str, int], Any]:
         """What there is by now, by the path to it and, for what has an identity, that."""
         found: dict[tuple[str, int], Any] = {}
         variables = {f"the variable {name}": space.get(name) for name, space in self._variables}
         for name, space in self._variables:
-            restore.append(partial(space.__setitem__, name, space.get(name)))
+            keep(partial, space.__setitem__, name, space.get(name))
         found["", 1] = _Contents(variables, "{}", (), has_length=False)
 
         def follow(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             if type(value) is tuple or type(value) in _CONTAINERS:
                 contents = _Contents(value, "[{!r}]", self._indices)
                 if type(value) is not tuple:
-                    restore.append(_keep_container(value))
+                    keep(_keep_container, value)
             elif not path or is_of_script(type(value)):
-                restore.append(partial(_set_attributes, value, attributes_of(value)))
-                attributes = _of_classes(value, restore) | attributes_of(value)
+                own = attributes_of(value)
+                keep(partial, _set_attributes, value, own)
+                attributes = _of_classes(value, keep) | own
                 contents = _Contents(attributes, ".{}", (), has_length=False)
             else:
                 return
@@ -124,12 +131,12 @@ class DatasetState:
                 found[path, id(value)] = value._version
                 is_sample = path.endswith("]")  # of which there may be many
                 if value.layout is strided and value.nbytes <= _MAX_BYTES and not is_sample:
-                    restore.append(_keep_tensor(value))
+                    keep(_keep_tensor, value)
                 else:
                     self._lasting.add((path, id(value)))
             elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
                 found[path, id(value)] = looked_at = _bytes(value, self._indices)
-                restore.append(partial(_set_bytes, value, looked_at))
+                keep(partial, _set_bytes, value, looked_at)
         return found
 
     def _is_cache(self, path: str, before: _Contents, draws: bool) -> bool:
@@ -205,14 +212,14 @@ def _is_within(index: Any, length: int) -> bool:
     return isinstance(index, int) and -length <= index < length
 
 
-def _of_classes(value: Any, restore: list[Callable[[], None]]) -> dict[str, Any]:
+def _of_classes(value: Any, keep: Keep) -> dict[str, Any]:
     """The numbers and containers that the classes of an object have."""
     found: dict[str, Any] = {}
     for base in reversed(type(value).__mro__):
         if is_of_script(base):
             kinds = (*_PLAIN, *_CONTAINERS)
             kept = {k: x for k, x in vars(base).items() if type(x) in kinds and k[:2] != "__"}
-            restore.append(partial(_set_attributes, base, kept, is_class=True))
+            keep(partial, _set_class_attributes, base, kept)
             found |= kept
     return found
 
@@ -247,15 +254,19 @@ def _keep_tensor(tensor: Tensor) -> Callable[[], None]:
     return restore
 
 
-def _set_attributes(value: Any, kept: dict[str, Any], *, is_class: bool = False) -> None:
-    setting = type.__setattr__ if is_class else object.__setattr__
-    now = vars(value) if is_class else attributes_of(value)
+def _set_attributes(value: Any, kept: dict[str, Any]) -> None:
+    now = attributes_of(value)
     for name, entry in kept.items():
         if now.get(name) is not entry:
-            setting(value, name, entry)
-    if not is_class:
-        for name in now.keys() - kept.keys():
-            object.__delattr__(value, name)
+            object.__setattr__(value, name, entry)
+    for name in now.keys() - kept.keys():
+        object.__delattr__(value, name)
+
+
+def _set_class_attributes(cls: type, kept: dict[str, Any]) -> None:
+    for name, entry in kept.items():
+        if vars(cls).get(name) is not entry:
+            type.__setattr__(cls, name, entry)
 
 
 def _bytes(array: np.ndarray[Any, Any], indices: Iterable[Any]) -> dict[int, bytes]:
