@@ -229,7 +229,7 @@ def test_calls_of_one_row_are_looked_up() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
         last_rows(1, model, 1, backward=False)
-        (entry,) = plan_cache._entries[model]
+        (entry,) = plan_cache._plans[model].entries
         last_rows(50, model, 1, backward=False)
         assert entry.calls == 2
         assert modules.call_counts.whole == 51
@@ -272,7 +272,7 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
     model = Folded()
     with tuning(sharded=1.0, whole=3.0):
         last_rows(4, model, 1, backward=False)
-        (entry,) = plan_cache._entries[model.body]
+        (entry,) = plan_cache._plans[model.body].entries
         for _ in range(20):
             model(torch.ones(1, 4, requires_grad=False))
         assert entry.calls <= 3

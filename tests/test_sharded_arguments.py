@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 import instep
 from instep.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _entries
+from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _plans
 from instep.unedited.sharded_call.run import sharded_output
 from oracle import Log, same_as_one_process
 from pool import ranks
@@ -334,7 +334,7 @@ def captions(log: Log) -> None:
 
     train(log, model, step, steps=24)
     if torch.distributed.is_initialized():
-        entries = _entries[model]
+        entries = _plans[model].entries
         assert len(entries) == 1
         assert counted.computed < 0.8 * rows  # a third of most batches, all of some
 
@@ -463,7 +463,7 @@ def test_ever_new_strings_cost_neither_two_forwards_nor_memory() -> None:
     compared = 2  # the first and the tenth call of that part
     probed = MAX_TEXTS + 1  # the first ones, with other arguments
     assert counted.rows == (MAX_TEXTS + probed) * (6 + 3) + compared * 6 + later * 3
-    assert len(_entries[model]) == MAX_TEXTS
+    assert len(_plans[model].entries) == MAX_TEXTS
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
         assert "whole: more than 16 different strings came with its batches" in log.getvalue()
@@ -486,7 +486,7 @@ def test_ever_new_kinds_of_arguments_are_computed_once_in_the_end() -> None:
     )
     probed = MAX_ENTRIES + 1
     assert counted.rows == (MAX_ENTRIES + probed) * 9 + 6 + 8 * 3
-    assert len(_entries[model]) == MAX_ENTRIES
+    assert len(_plans[model].entries) == MAX_ENTRIES
 
 
 @ranks(2)
@@ -512,7 +512,7 @@ def test_a_step_counter_is_compared_ever_more_seldom() -> None:
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (128, 0)
     probed = 6 + 3  # in the first call, with other arguments
     assert counted.rows == 128 * 3 + compared * 6 + probed
-    assert len(_entries[model]) == 1
+    assert len(_plans[model].entries) == 1
 
 
 # ------------------------------------------------------------------ arguments: changed in place

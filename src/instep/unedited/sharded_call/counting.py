@@ -8,7 +8,7 @@ import torch
 
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import max_rows, shapes_of
+from instep.unedited.sharded_call.plan.division import shapes_of
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.region import call_state
@@ -60,4 +60,4 @@ def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
     if plan is not None:
         return plan.division.count_rows(call.leaves) or 0
     sizes = [max(shape[:2]) for shape in shapes_of(call.leaves) if shape]
-    return max([max_rows(call.leaves), *call.list_lengths(), *sizes])
+    return max([call.rows, *call.list_lengths(), *sizes])

@@ -19,7 +19,6 @@ from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
-from instep.unedited.sharded_call.plan.division import count_elements
 from instep.unedited.sharded_call.plan.module_properties import (
     caches_weights,
     find_gpu_state,
@@ -95,7 +94,7 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         return _run_whole(call)
     tuner = entry.tuner(call)
     if tuner is not None and tuner.has_chosen_whole:  # so have its parts
-        tuner.count(count_elements(call.leaves), sharded=False)
+        tuner.count(call.elements, sharded=False)
         _remember_whole(call, tuner, by_parts=False)
         return _run_whole(call)
     if entry.plan is None and is_lazy(call.module):  # as nn.LazyLinear before its first call
@@ -109,7 +108,7 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         plan_cache.compare_others(entry, call.module)
         report_whole(call.module, result.why_whole)
     elif tuner is not None:
-        tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
+        tuner.count(call.elements, sharded=result.is_sharded)
     if entry.plan is not None and result.is_sharded:
         call_counts.add_sharded(call, entry.plan, group)
     else:
@@ -222,7 +221,7 @@ def _run_by_cost(call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for
     be left to what follows. So when all parts have decided, the whole call is timed both ways.
     """
     if tuner.has_chosen_whole:
-        tuner.count(count_elements(call.leaves), sharded=False)
+        tuner.count(call.elements, sharded=False)
         if is_for_good:
             _remember_whole(call, tuner, by_parts=False)
         return call.run_whole()
@@ -241,7 +240,7 @@ def _run_by_cost(call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for
         output, is_sharded = time_run(call, tuner, group.transport, run)
     else:
         output, is_sharded = _run_by_parts(call), True
-    tuner.count(count_elements(call.leaves), sharded=is_sharded)
+    tuner.count(call.elements, sharded=is_sharded)
     return output
 
 
@@ -254,8 +253,7 @@ def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool)
     if is_compiled(call.parts):
         return
     rows = count_batch(call, None) if torch.is_grad_enabled() else 0
-    elements = count_elements(call.leaves)
-    known = WholeCall(rows, elements, tuner, by_parts, call.is_on_accelerator)
+    known = WholeCall(rows, call.elements, tuner, by_parts, call.is_on_accelerator)
     whole_calls.add(call.module, call.args, call.kwargs, known)
 
 

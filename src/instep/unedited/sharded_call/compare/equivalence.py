@@ -29,7 +29,6 @@ from instep.unedited.sharded_call.plan.division import (
     has_layout_without_rows,
     has_other_lengths,
     is_entries,
-    max_rows,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import FEW_ROWS, ReasonKind, WholeReason
@@ -73,11 +72,10 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
         for reading in _readings(comparison.call, group)
         for division in candidate_divisions(reading.leaves, at_least=group.size)
     ]
-    leaves = comparison.call.leaves
-    has_few = max_rows(leaves) < group.size
+    has_few = comparison.call.rows < group.size
     if why is None and divisions:
         why = _compute_gradients(reference, group)
-    elif why is None and any(map(has_layout_without_rows, leaves)):
+    elif why is None and any(map(has_layout_without_rows, comparison.call.leaves)):
         why = _SPARSE
     elif why is None:
         why = FEW_ROWS if has_few else _NO_BATCH

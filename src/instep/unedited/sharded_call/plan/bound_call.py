@@ -21,9 +21,11 @@ from instep.training.pytree import (
 )
 from instep.unedited.sharded_call.plan.control_flow import begin_forward
 from instep.unedited.sharded_call.plan.division import (
+    count_elements,
     has_text,
     is_entries,
     is_list_of,
+    max_rows,
     tensors_in,
 )
 from instep.unedited.sharded_call.plan.module_properties import parts_of
@@ -65,6 +67,16 @@ class BoundCall:
     def tensors(self) -> list[Tensor]:
         """Those among its arguments."""
         return [tensor for leaf in self.leaves for tensor in tensors_in(leaf)]
+
+    @cached_property
+    def rows(self) -> int:
+        """See `max_rows`."""
+        return max_rows(self.leaves)
+
+    @cached_property
+    def elements(self) -> int:
+        """See `count_elements`."""
+        return count_elements(self.leaves)
 
     @property
     def functions(self) -> list[tuple[str, Any]]:

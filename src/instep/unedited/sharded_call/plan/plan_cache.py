@@ -31,8 +31,6 @@ from instep.unedited.sharded_call.plan.bound_call import (
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from instep.unedited.sharded_call.plan.division import (
-    count_elements,
-    max_rows,
     shapes_of,
     size_differences,
 )
@@ -110,7 +108,7 @@ class CacheEntry:
         """What chooses how this call is computed, if it can be sharded."""
         if self.plan is None or self.tuners is None:
             return None
-        size = count_elements(call.leaves).bit_length()
+        size = call.elements.bit_length()
         if size not in self.tuners:
             self.tuners[size] = CallTuner()
             all_tuners.append(self.tuners[size])
@@ -120,7 +118,7 @@ class CacheEntry:
         """What chooses whether the parts of this call are sharded, if it is whole itself."""
         if self.tuners is None or self.is_temporary:
             return None
-        size = ~count_elements(call.leaves).bit_length()
+        size = ~call.elements.bit_length()
         return self.tuners.setdefault(size, CallTuner(begins_later=True))
 
     def is_new(self, call: BoundCall, size: int) -> bool:
@@ -184,8 +182,7 @@ class CacheEntry:
         return self.size_differences != before
 
     def _has_new_numbers(self, call: BoundCall) -> bool:
-        rows = max_rows(call.leaves)
-        given = tuple(leaf for leaf in call.leaves if is_number(leaf, rows))
+        given = tuple(leaf for leaf in call.leaves if is_number(leaf, call.rows))
         if repr(given) == repr(self.numbers):
             return False
         before, self.numbers = self.numbers, given
@@ -232,11 +229,18 @@ class CacheEntry:
         )
 
 
-_entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
-_by_entries: WeakKeyDictionary[nn.Module, list[Structure]] = WeakKeyDictionary()
-"""The structures of arguments that are read by the entries of their lists."""
-_temporary: WeakKeyDictionary[nn.Module, WholeReason] = WeakKeyDictionary()
-"""Modules of whose calls none is compared, and why."""
+@dataclass(eq=False)
+class _ModulePlans:
+    """What is known of the calls of one module."""
+
+    why_temporary: WholeReason | None
+    """Why none of them is compared; None if they are."""
+    entries: list[CacheEntry] = field(default_factory=list)
+    readings: list[Structure] = field(default_factory=list)
+    """The structures of arguments that are read by the entries of their lists."""
+
+
+_plans: WeakKeyDictionary[nn.Module, _ModulePlans] = WeakKeyDictionary()
 
 
 def lookup(call: BoundCall, group: ShardGroup) -> CacheEntry:
@@ -260,7 +264,7 @@ def _agree(
     A progress bar, or a text with a speed, changes by the clock: not at the same calls on all
     ranks, or to other values. Such attributes are not looked at any more.
     """
-    transport, entries = group.transport, _entries[call.module]
+    transport, entries = group.transport, _plans[call.module].entries
     place = next((k for k, each in enumerate(entries) if each is entry), -1)
     changed = crc32(repr(sorted(map(repr, attributes.recent.items()))).encode())
     changed = changed if attributes.recent else 0
@@ -282,14 +286,16 @@ def _agree(
 
 def read(call: BoundCall) -> BoundCall:
     """The call, read by the entries of lists where calls like it were divided so."""
-    known = _by_entries.get(call.module, ())
-    readings = (call.by_entries(count) for count in (call.list_lengths() if known else ()))
-    return next((each for each in readings if each.structure in known), call)
+    plans = _plans.get(call.module)
+    if plans is None or not plans.readings:
+        return call
+    readings = map(call.by_entries, call.list_lengths())
+    return next((each for each in readings if each.structure in plans.readings), call)
 
 
 def note_reading(entry: CacheEntry, call: BoundCall, group: ShardGroup) -> None:
     """Remember that calls like this one, whose entry this is, are read as it is."""
-    _by_entries.setdefault(call.module, []).append(call.structure)
+    _plans[call.module].readings.append(call.structure)
     entry.is_new(call, group.size)
     attributes = attribute_changes.changes_of(call.module)
     entry.key = _keys_of(call, group.size, attributes)
@@ -299,15 +305,14 @@ def _keys_of(
     call: BoundCall, size: int, attributes: AttributeChanges | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What calls have in common that share an entry, and their strings."""
-    rows = max_rows(call.leaves)
     key: tuple[Any, ...] = (
-        rows < size,  # what cannot be done with one row may be with many
+        call.rows < size,  # what cannot be done with one row may be with many
         call.module.training,
         torch.is_grad_enabled(),
         call.structure,
-        tuple(kind_of(leaf, rows) for leaf in call.leaves),
+        tuple(kind_of(leaf, call.rows) for leaf in call.leaves),
     )
-    texts = tuple(leaf for leaf in call.leaves if is_text(leaf, rows))
+    texts = tuple(leaf for leaf in call.leaves if is_text(leaf, call.rows))
     if attributes is not None and attributes.flags:
         key = (*key, attributes.flags)
     return key, texts
@@ -315,11 +320,11 @@ def _keys_of(
 
 def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> CacheEntry:
     key, texts = _keys_of(call, size, attributes)
-    entries = _entries.get(call.module)
-    if entries is None:
-        entries = _entries[call.module] = []
-        if why := temporary_modules.find_reason(call.module):
-            _temporary[call.module] = why
+    plans = _plans.get(call.module)
+    if plans is None:
+        why_temporary = temporary_modules.find_reason(call.module)
+        plans = _plans[call.module] = _ModulePlans(why_temporary)
+    entries = plans.entries
     for entry in entries:
         if entry.key == (key, texts):
             return entry
@@ -327,10 +332,12 @@ def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> Ca
         return CacheEntry((), why_whole=_TOO_MANY_ENTRIES)
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
-    why = _temporary.get(call.module)
-    has_parts = not is_compiled([call.module])
-    entry = CacheEntry((key, texts), why_whole=why, has_parts=has_parts)
-    entry.is_temporary = why is not None
+    entry = CacheEntry(
+        (key, texts),
+        why_whole=plans.why_temporary,
+        is_temporary=plans.why_temporary is not None,
+        has_parts=not is_compiled([call.module]),
+    )
     if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
         entry.why_whole = WholeReason(
             f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "
@@ -344,21 +351,24 @@ def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> Ca
 
 def is_whole_by_itself(module: nn.Module) -> bool:
     """Whether calls of the module were found to be whole whatever their arguments are."""
-    reasons = [entry.why_whole for entry in _entries.get(module, ())]
+    reasons = [entry.why_whole for entry in _entries_of(module)]
     return any(why is not None and why.kind is not ReasonKind.OF_ARGUMENTS for why in reasons)
 
 
 def compare_others(entry: CacheEntry, module: nn.Module) -> None:
     """Let the next calls with other keys be compared: of this one a comparison has failed."""
-    for each in _entries.get(module, ()):
+    for each in _entries_of(module):
         each.is_in_doubt = each is not entry
+
+
+def _entries_of(module: nn.Module) -> list[CacheEntry]:
+    plans = _plans.get(module)
+    return [] if plans is None else plans.entries
 
 
 def clear() -> None:
     """Forget all plans."""
-    _entries.clear()
-    _by_entries.clear()
-    _temporary.clear()
+    _plans.clear()
     temporary_modules.clear()
     all_tuners.clear()
     attribute_changes.clear()

@@ -22,7 +22,6 @@ from instep.distributed.numbers import gather_values
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, TimedStep
-from instep.unedited.sharded_call.plan.division import count_elements
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -90,7 +89,7 @@ def time_run(
     output = run(step.is_sharded)
     step.seconds += clock(device) - start
     step.calls += 1
-    step.elements += count_elements(call.leaves)
+    step.elements += call.elements
     outputs = find_tensors(output)
     if step.compares_bits:
         step.bits = _checksum(outputs, step.bits)
