@@ -244,7 +244,7 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
+def device_types(group: dist.ProcessGroup | None) -> list[str]:
     """The types of devices that a process group serves; None is the default one."""
     members = group or dist.group.WORLD
     assert members is not None

@@ -233,7 +233,7 @@ class MixedBatchesError(TrainingError):
         are_stated: whether all or none of them are stated by `instep.weight`.
     """
 
-    def __init__(self, weights: Sequence[float], *, are_stated: bool = True) -> None:
+    def __init__(self, weights: Sequence[float], *, are_stated: bool) -> None:
         shares = " and ".join(f"{weight:.6g}" for weight in sorted(weights))
         if are_stated:
             super().__init__(

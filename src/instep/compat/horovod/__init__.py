@@ -95,7 +95,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises ValueError if rank 0 writes that of the whole job, OSError if it cannot write there.
     """
     if rank() == 0:
-        timeline_file.start_part(file_path, 0, mark_cycles)
+        timeline_file.start_part(file_path, marks_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:

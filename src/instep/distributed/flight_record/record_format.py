@@ -108,7 +108,7 @@ class FlightRecord:
     phase: str
     last_left: float | None
     """When the rank left a collective; None before it has left one."""
-    is_reported: bool = False
+    is_reported: bool
     """Whether the rank itself has raised an error because the ranks disagree."""
 
     def open_entries(self) -> tuple[Entry, ...]:
@@ -137,7 +137,7 @@ def encode_signature(
     dtype: str,
     group: str,
     root: int | None,
-    reduction: str = "",
+    reduction: str,
 ) -> bytes:
     """The first text of a slot."""
     extent = "-" if shape is None else ",".join(map(str, shape))

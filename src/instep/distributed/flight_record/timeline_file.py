@@ -49,9 +49,10 @@ class TimelineWriter:
     Args:
         path: where; rank 0 of the host has emptied it by the first event.
         rank: this rank.
+        source: of the events.
     """
 
-    def __init__(self, path: Path, rank: int, source: FlightRecorder = recorder) -> None:
+    def __init__(self, path: Path, rank: int, source: FlightRecorder) -> None:
         # Open from the start: an unedited script's ranks may not write there later.
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         # Not in close(): another thread may be writing then.
@@ -145,7 +146,7 @@ def start(rank: int, node: int) -> None:
     """Write this rank's events from now on, if INSTEP_TIMELINE is set; after the ranks have met."""
     path = str(settings.TIMELINE)
     if path and not _writers:
-        _add(TimelineWriter(path_of_node(path, node), rank), _writers)
+        _add(TimelineWriter(path_of_node(path, node), rank, recorder), _writers)
 
 
 def mark_cycles() -> None:
@@ -154,8 +155,9 @@ def mark_cycles() -> None:
         writer.marks_cycles = True
 
 
-def start_part(path: str, rank: int, marks_cycles: bool = False) -> None:
-    """Write the events of this rank alone from now on, to a new file; one started before ends.
+def start_part(path: str, *, marks_cycles: bool) -> None:
+    """Write the events of this rank alone, which is rank 0, to a new file from now on; one that was
+    started before ends.
 
     Raises ValueError if this rank writes that of the whole job, OSError if it cannot write there.
     """
@@ -163,7 +165,7 @@ def start_part(path: str, rank: int, marks_cycles: bool = False) -> None:
         raise ValueError("this rank is writing the timeline of the whole job")
     stop_part()
     Path(path).write_text("[\n")
-    _add(TimelineWriter(Path(path), rank), _parts)
+    _add(TimelineWriter(Path(path), 0, recorder), _parts)
     _parts[-1].marks_cycles = marks_cycles
 
 

@@ -28,7 +28,7 @@ from instep.process.torch_private import AllreduceOptions, ProcessGroup, Work, s
 NAME = "instep"
 
 
-def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[..., Work]:
+def _call_gloo(method: str, op: str, mine: int | None = None) -> Callable[..., Work]:
     """The method of that name, which calls Gloo without the GIL.
 
     `op`: the collective's name in the flight record; `mine`: which argument has this rank's
@@ -36,7 +36,7 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
     """
 
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
-        number = self._enter(op, () if mine is None else args[mine], args) if op else -1
+        number = self._enter(op, () if mine is None else args[mine], args)
         try:
             work = self._dispatch(method, *args, **kwargs)
         except Exception:  # Gloo refuses the arguments

@@ -72,7 +72,7 @@ class QueuedWork(Work):
         text: str,
         result: list[Tensor],
         run_until_done: Callable[[QueuedWork], None],
-        number: int = -1,
+        number: int,
     ):
         """`number`: in the flight record."""
         super().__init__()

@@ -34,7 +34,7 @@ class MasterWeight:
     a checkpoint may be loaded before the cast.
     """
 
-    def __init__(self, parameter: Tensor, before: Tensor | None = None) -> None:
+    def __init__(self, parameter: Tensor, before: Tensor | None) -> None:
         self.parameter = parameter
         value = parameter.detach() if before is None else before
         self.copy = value.to(torch.float32, copy=True).requires_grad_()

@@ -50,7 +50,7 @@ class OptimizerSteps:
         optimizer: Any,
         options: Options,
         tell: Report,
-        before: dict[Tensor, Tensor] | None = None,
+        before: dict[Tensor, Tensor],
     ) -> None:
         """`before`: values that parameters had before they were cast; those used are removed."""
         self.masters: list[MasterWeight] = []
@@ -170,14 +170,14 @@ class OptimizerSteps:
             given = group["params"]
             given = [given] if isinstance(given, Tensor) else given
             if not isinstance(given, set):  # the optimizer raises an error for a set
-                group["params"] = [self._to_step(p) for p in given]
+                group["params"] = [self._to_step(p, {}) for p in given]
         self._originals["add_param_group"](group)
 
-    def _to_step(self, parameter: Tensor, before: dict[Tensor, Tensor] | None = None) -> Tensor:
+    def _to_step(self, parameter: Tensor, before: dict[Tensor, Tensor]) -> Tensor:
         """The tensor that the optimizer updates for a parameter: itself, or its float32 copy."""
         if parameter.dtype not in HALVES or not parameter.requires_grad:
             return parameter
-        master = MasterWeight(parameter, (before or {}).pop(parameter, None))
+        master = MasterWeight(parameter, before.pop(parameter, None))
         self.masters.append(master)
         state = self._optimizer.state
         if parameter in state:

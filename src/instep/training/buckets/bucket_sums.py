@@ -26,7 +26,7 @@ def make_bucket(
     ids: Sequence[int],
     codec: BucketCodec | None,
     *,
-    grads_as_views: bool = False,
+    grads_as_views: bool,
 ) -> GradBucket:
     """An empty bucket for the slots of `layout`.
 

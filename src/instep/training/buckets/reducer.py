@@ -265,7 +265,9 @@ class Reducer:
             members = {slot.index: trained[slot.index] for slot in layout.slots}
             codec = make_codec(layout, members, self._compression)
             ids = (self.number, *members)
-            bucket = make_bucket(layout, members, self._bucket_transport, ids, codec)
+            bucket = make_bucket(
+                layout, members, self._bucket_transport, ids, codec, grads_as_views=False
+            )
             buckets.append(bucket)
             bucket.title = f"gradients, bucket {len(buckets)}"
         return buckets

@@ -74,6 +74,9 @@ class FolderInUseError(CheckpointError):
     """Another job writes to the folder."""
 
 
-def _first(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+_SHOWN_NAMES = 5
+
+
+def _first(names: Sequence[str]) -> str:
+    left = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {left} more" if left > 0 else "")

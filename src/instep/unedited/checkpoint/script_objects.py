@@ -23,8 +23,8 @@ class ScriptObject:
     value: Any
     kind: Kind
     slots: list[tuple[str, Any]]
-    digest: Any = None
-    form: Any = None
+    digest: Any
+    form: Any
     """Of a tensor or an array: what `form_of` returned at that moment."""
 
 

@@ -54,7 +54,7 @@ def _list_once(
 class DirEntry(os.PathLike[Any]):
     """Takes the place of os.DirEntry if the real directory is not the one that the rank sees."""
 
-    def __init__(self, directory: Any, name: Any, *, by_descriptor: bool = False) -> None:
+    def __init__(self, directory: Any, name: Any, *, by_descriptor: bool) -> None:
         self.name = name
         self._path = os.path.join(directory, name)
         self.path = name if by_descriptor else self._path

@@ -157,8 +157,8 @@ def receive(listener: int) -> FileCall | None:
     return FileCall(number, thread, _CALLS[platform.machine()][2][call], arguments)
 
 
-def send_response(listener: int, call: FileCall, error: int = 0) -> None:
-    """Let the kernel make the call, or let it fail with this `error` number."""
+def send_response(listener: int, call: FileCall, error: int) -> None:
+    """Let the kernel make the call, or let it fail with this `error` number if that is not 0."""
     flags = 0 if error else _CONTINUE
     try:
         fcntl.ioctl(listener, _SEND, _RESPONSE.pack(call.id, 0, -error, flags))

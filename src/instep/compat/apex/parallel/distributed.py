@@ -108,6 +108,7 @@ class DistributedDataParallel(nn.Module):
                 self._transport,
                 ids=(next(_bucket_numbers),),
                 codec=codec,
+                grads_as_views=False,
             )
             for layout, codec in zip(layouts, self._codecs, strict=True)
         ]

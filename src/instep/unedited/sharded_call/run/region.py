@@ -41,8 +41,8 @@ class Region:
     is_random: bool
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
-    row_dims: DrawRowDims = field(default_factory=DrawRowDims)
-    sums: RowSums | None = None
+    row_dims: DrawRowDims
+    sums: RowSums | None
     """Which sums and means of the forward's own go over the rows of all ranks; None: none does."""
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""

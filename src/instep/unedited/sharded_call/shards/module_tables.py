@@ -36,7 +36,7 @@ class ModuleTables:
         self,
         parts: Sequence[nn.Module],
         shards: int,
-        stored: Sequence[tuple[Any, Any, Tensor]] = (),
+        stored: Sequence[tuple[Any, Any, Tensor]],
     ) -> None:
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
         slots = [
