@@ -46,8 +46,7 @@ _LENGTHS = (
     "to the longest of them: then the numbers are not those of one process. Pad all batches to one "
     "length. [INS701]"
 )
-_ROUNDED = "rounded"
-_EACH_RANKS_OWN = " Each rank has trained it on its own rows."
+_GOES_ON = "Training goes on. [INS703]"
 
 
 def is_compared_step(step: int, every: int) -> bool:
@@ -232,7 +231,7 @@ class DriftCheck:
         if any(part[:2] != mine[:2] for part in parts):
             self._raise_difference(tensors, sums.tolist(), texts, requests)
         if len({part[2] for part in parts} - {-1}) > 1:
-            self._warn_of_lengths(type(model).__name__)
+            self._warn_once("lengths", f"{type(model).__name__} {_LENGTHS}")
         self._same_at = self.step
 
     def _exchange(self, mine: list[int]) -> list[list[int]]:
@@ -302,32 +301,27 @@ class DriftCheck:
                 continue
             kind, dtype = tensors[name].kind, tensors[name].tensor.dtype
             described = name + model, group_ranks(ways), since, difference
+            error = DriftError.of_tensor(*described, 0)
             if kind == "own":
-                self._warn(
-                    _EACH_RANKS_OWN, f"{DriftError.of_tensor(*described, 0)}{_EACH_RANKS_OWN}"
-                )
+                trained = "Each rank has trained it on its own rows."
+                self._warn_once("own", f"{error} {trained} {_GOES_ON}")
             elif is_rounding(dtype, largest, difference):
                 rounded.append(described)
             elif kind == "buffer" and self._buffers == "warn":
-                self._warn(name, f"{DriftError.of_tensor(*described, 0)}")
+                self._warn_once(name, f"{error} {_GOES_ON}")
             else:
                 found.append(described)
         if found:
             raise DriftError.of_tensor(*found[0], len(found) - 1)
         if rounded:
             error = DriftError.of_tensor(*rounded[0], len(rounded) - 1, is_rounding=True)
-            self._warn(_ROUNDED, f"{error}")
+            self._warn_once("rounded", f"{error} {_GOES_ON}")
 
-    def _warn(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         """Warn, once of each kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warn_at_script_line(f"{text} Training goes on. [INS703]")
-
-    def _warn_of_lengths(self, model: str) -> None:
-        if _LENGTHS not in self._warned:
-            self._warned.add(_LENGTHS)
-            warn_at_script_line(f"{model} {_LENGTHS}")
+            warn_at_script_line(text)
 
 
 def name_of(parameter: Tensor) -> str:
