@@ -67,11 +67,17 @@ def scale(
     return tensor if divisor == 1 else torch.div(tensor, divisor, out=out)
 
 
+def _sum_and_divisor(response: Response, group: Group) -> tuple[str, int]:
+    """The reduction, and by what its result is divided: a mean is a sum over the group's size."""
+    op = response.request.op
+    return ("sum", group.size) if op == "mean" else (op, 1)
+
+
 def _all_reduce(
     response: Response, tensors: Tensors, group: Group, *, may_overwrite: bool
 ) -> list[Tensor]:
     before, after = response.request.scales
-    op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
+    op, divisor = _sum_and_divisor(response, group)
     given = [scale(tensor, before) for tensor in tensors]
     if op == "sum" and response.request.dtype in _SUM_DTYPES and get_transport(group).in_place:
         totals = _overwritable(given, may_overwrite or before != 1.0)
@@ -108,7 +114,7 @@ def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
 
 def _reduce_scatter(response: Response, tensors: Tensors, group: Group) -> list[Tensor]:
     before, after = response.request.scales
-    op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
+    op, divisor = _sum_and_divisor(response, group)
     results = []
     for tensor in tensors:
         gives = scale(tensor, before).split(split_sizes(len(tensor), group.size))
