@@ -54,11 +54,13 @@ def check_all_sparse(are_sparse: Sequence[bool]) -> None:
 def _groups(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters that follow each other, of at least `_GROUP_BYTES` but the last ones."""
     group: list[Tensor] = []
+    size = 0
     for parameter in parameters:
         group.append(parameter)
-        if sum(each.nbytes for each in group) >= _GROUP_BYTES:
+        size += parameter.nbytes
+        if size >= _GROUP_BYTES:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group
 
