@@ -139,6 +139,31 @@ def test_what_is_remembered_of_an_endless_loop_is_bounded():
     assert sum(len(parts) for _, parts in registry._parts.values()) < 5
 
 
+def test_a_script_may_keep_every_batch_and_no_request_looks_at_all_of_them(monkeypatch):
+    looks = []
+
+    class Storage(registry.StorageWeakRef):
+        def expired(self):
+            looks.append(self)
+            return super().expired()
+
+    monkeypatch.setattr(registry, "StorageWeakRef", Storage)
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    kept = []
+    for k in range(500):
+        kept.append([torch.ones(4, 3), torch.ones(4)])
+        register(kept[-1], Block(k % 3, 4, 9), tracker)
+    assert all(registry.find_block(x[1:]) == Block(k % 3, 4, 9) for k, (x, _) in enumerate(kept))
+    assert not looks
+    addresses = [x.untyped_storage()._cdata for x, _ in kept]
+    del kept[:490]
+    register((), Block(0, 4, 9), tracker)
+    assert len(looks) == 980
+    assert not registry._parts.keys() & set(addresses[:490])
+    assert registry._parts.keys() >= set(addresses[490:])
+
+
 def test_a_finished_loop_inside_another_is_no_candidate():
     training, evaluation = Loop(), Loop()
     outer, inner = BatchTracker(training), BatchTracker(evaluation)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.exchanges import before_collectives, before_values
 from instep.distributed.communication.scopes import scope_number
@@ -33,7 +35,7 @@ class _Part:
 
     first: int
     end: int
-    tensor: TensorWeakRef
+    tensor: weakref.ref[Tensor]
     block: Block
     tracker: BatchTracker
     index: int
@@ -41,8 +43,11 @@ class _Part:
 
 _block_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The registered tensors themselves, with their blocks."""
-_parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
-"""The registered parts of each storage, by its address."""
+_parts: dict[int, tuple[StorageWeakRef, dict[int, _Part]]] = {}
+"""The registered parts of each storage, by its address; each has a number."""
+_numbers = itertools.count()
+_gone: deque[tuple[int, int]] = deque()
+"""The addresses and numbers of the parts whose tensors are gone."""
 _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
@@ -67,9 +72,15 @@ def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> No
         if covered is not None:
             storage = leaf.untyped_storage()
             if storage._cdata not in _parts:
-                _parts[storage._cdata] = StorageWeakRef(storage), []
-            part = _Part(*covered, TensorWeakRef(leaf), block, tracker, index)
-            _parts[storage._cdata][1].append(part)
+                _parts[storage._cdata] = StorageWeakRef(storage), {}
+            key = storage._cdata, next(_numbers)
+            gone = functools.partial(_note_gone, key)
+            part = _Part(*covered, weakref.ref(leaf, gone), block, tracker, index)
+            _parts[key[0]][1][key[1]] = part
+
+
+def _note_gone(key: tuple[int, int], _: weakref.ref[Tensor]) -> None:
+    _gone.append(key)
 
 
 def register_skipped(block: Block, tracker: BatchTracker) -> None:
@@ -168,6 +179,7 @@ def reset() -> None:
     loop_ends.reset()
     _trackers.clear()
     _parts.clear()
+    _gone.clear()
     _block_of.clear()
     _past.clear()
     _recent.clear()
@@ -186,12 +198,25 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
     if tracker is not _manual:
         progress.current.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
-    for address, (storage, parts) in list(_parts.items()):
-        # One storage may hold the whole data set: batches that are gone are not searched there.
-        parts[:] = [p for p in parts if p.tracker is not tracker or p.tensor() is not None]
-        if not parts or storage.expired():
-            del _parts[address]
+    _forget_gone(tracker)
     return tracker.request(block)
+
+
+def _forget_gone(tracker: BatchTracker) -> None:
+    """Forget the parts whose storages are gone and, of this tracker, those whose tensors are.
+
+    Only what is gone is looked at: a script may keep every batch, and one storage may hold the
+    whole data set.
+    """
+    for _ in range(len(_gone)):
+        address, number = key = _gone.popleft()
+        storage, parts = _parts[address]
+        if storage.expired() or parts[number].tracker is tracker:
+            del parts[number]
+        else:
+            _gone.append(key)
+        if not parts:
+            del _parts[address]
 
 
 def is_registered(tensor: Tensor) -> bool:
@@ -280,9 +305,10 @@ def _part_of(tensor: Tensor) -> _Part | None:
     covered = _bytes_of(tensor) if _parts else None
     if covered is None:
         return None
-    _, parts = _parts.get(tensor.untyped_storage()._cdata, (None, []))
+    _, parts = _parts.get(tensor.untyped_storage()._cdata, (None, {}))
     first, end = covered
-    return next((part for part in reversed(parts) if part.first <= first and end <= part.end), None)
+    latest = reversed(parts.values())
+    return next((part for part in latest if part.first <= first and end <= part.end), None)
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int] | None:
