@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import instep
-from instep.training.optimizer_shards.sharded_step import state_of_rank
+from instep.training.optimizer_shards.sharded_step import _SHARDS
 from machine import machine, ratios, shown
 from models import workload
 from step import Step, timed_in_blocks
@@ -75,9 +75,11 @@ def measure(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def state_bytes(optimizer: Optimizer) -> int:
     """The bytes of the optimizer's state that this rank holds."""
+    shards = getattr(optimizer, _SHARDS, None)
+    state = optimizer.state if shards is None else shards.local_state
     return sum(
         value.nbytes
-        for entries in state_of_rank(optimizer).values()
+        for entries in state.values()
         for value in entries.values()
         if isinstance(value, Tensor)
     )

@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import grimp
@@ -342,3 +343,13 @@ def glossary_entries() -> list[str]:
 
 def glossary() -> frozenset[str]:
     return frozenset(word for entry in glossary_entries() for word in words(entry))
+
+
+def test_what_benchmarks_import_is_there():
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):  # no test runs them
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "instep":
+                module = importlib.import_module(node.module)
+                for each in node.names:
+                    found = hasattr(module, each.name) or find_spec(f"{node.module}.{each.name}")
+                    assert found, f"{path}:{node.lineno}"
