@@ -76,16 +76,16 @@ class ShardedOutput(Tensor):
     group: ShardGroup
     order: MemoryOrder | None
     """Of the full tensor; None: that of the local one."""
-    full: Tensor | None
+    full: Tensor | None = None
     """All rows, an ordinary tensor, once an operation has needed them."""
     fulls: list[tuple[Tensor, list[int]]]
     """Those of this tensor and of its other shapes, which share memory in plain Python, with the
     versions that they had at first."""
     number: int
     """Equal on all ranks: all make these tensors in the same order."""
-    retains_own_grad: bool
+    retains_own_grad: bool = False
     """Whether `retain_grad` was called."""
-    own_grad: Tensor | None
+    own_grad: Tensor | None = None
     """What it has kept: (all rows, ...)."""
 
     @staticmethod
@@ -94,8 +94,9 @@ class ShardedOutput(Tensor):
     ) -> ShardedOutput:
         """The rows of all ranks, to be gathered when an operation needs them."""
         output: ShardedOutput = apply(_Shard, local, block, group)
-        output.local, output.order = local, order
-        number = output.number
+        output.local, output.block, output.group, output.order = local, block, group, order
+        output.fulls = []
+        output.number = number = next(_numbers) % _CHANNELS
         _alive[number] = weakref.ref(output, lambda _: _alive.pop(number, None))
         return output
 
@@ -171,16 +172,10 @@ class _Shard(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
         ctx.block, ctx.group = block, group
         per_sample = local.shape[0] // block.count
+        shape = block.total * per_sample, *local.shape[1:]
         output: ShardedOutput = make_wrapper_subclass(
-            ShardedOutput,
-            (block.total * per_sample, *local.shape[1:]),
-            dtype=local.dtype,
-            device=local.device,
+            ShardedOutput, shape, dtype=local.dtype, device=local.device
         )
-        output.local, output.block, output.group, output.full = local, block, group, None
-        output.fulls = []
-        output.number = next(_numbers) % _CHANNELS
-        output.retains_own_grad, output.own_grad = False, None
         return output
 
     @staticmethod
