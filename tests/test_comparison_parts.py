@@ -97,6 +97,12 @@ def test_a_flag_with_too_many_values_is_a_number() -> None:
     module.mode = "one more"
     changes.update()
     assert (changes.flags, changes.due) == (frozenset(), 1)
+    for k in range(100):
+        module.mode = f"step {k}"
+        changes.update()
+    assert changes.flags == frozenset()
+    (values,) = changes._values.values()
+    assert len(values) == MAX_VALUES + 1
 
 
 def test_a_flag_with_its_first_value_tells_no_calls_apart() -> None:

@@ -183,9 +183,9 @@ class AttributeChanges:
             self._changed.pop(key, None)
         self.flags = frozenset(self._changed.items())
 
-    def skip(self) -> bool:
-        """After a call: take its changes for granted; returns whether there are any."""
-        return bool(self._find_changes(by_script=False))
+    def skip(self) -> None:
+        """After a call: take its changes for granted."""
+        self._find_changes(by_script=False)
 
     def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
         found = self._counters.find_changes()
@@ -264,7 +264,8 @@ class AttributeChanges:
         is_number = isinstance(value, int | float | complex) and not isinstance(value, bool)
         if not (is_number or value is _OTHER_OBJECT):
             values = self._values.setdefault(key, set())
-            values.add(value)
+            if len(values) <= MAX_VALUES:  # a text may be another one at each call
+                values.add(value)
             is_flag = len(values) <= MAX_VALUES
             if is_flag and self._first.get(key, _ABSENT) != value:
                 self._changed[key] = value
