@@ -332,7 +332,7 @@ class Checkpoint:
         self._step, self._epoch = training["step"], training["epoch"]
         self._has_stepped = training["has_stepped"]
         _load_streams(self._objects, training["replicas"])
-        self._pending.load_state(training.get("grads", []))
+        self._pending.load_state(training["grads"])
         restore_states(training["random"])
 
     def _check_order(self) -> None:

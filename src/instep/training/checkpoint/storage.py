@@ -187,7 +187,7 @@ def read(path: Path) -> dict[str, Any]:
     state = {}
     for name, value in index["state"].items():
         tensors: dict[str, Tensor] = {}
-        for file in index.get("shards", {}).get(name, [f"{name}.safetensors"]):
+        for file in index["shards"].get(name, [f"{name}.safetensors"]):
             if (record := files.pop(file, None)) is not None:
                 _check_size(path / file, record["bytes"])
                 tensors |= read_tensors(path / file, record["sha256"])

@@ -184,8 +184,8 @@ class _Loop:
         problems = self._files.restore(state["files"], state["appended"])
         self._has_saved = True
         self._iteration = state["position"]["iteration"]
-        self._first = state["position"].get("first")
-        self.was_left = state["position"].get("was_left", False)
+        self._first = state["position"]["first"]
+        self.was_left = state["position"]["was_left"]
         _restore_streams(state["streams"])
         if self._rank == 0:
             self._files.begin_notes(self._folder.name, self._iteration)
