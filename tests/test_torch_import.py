@@ -75,6 +75,33 @@ def test_no_optimizer_imports_it_and_results_and_graphs_are_those_of_plain_pytho
     assert plain[2]
 
 
+ASKS_FOR_MODULES = """
+import inspect, sys
+
+def called():
+    return inspect.getmodule(sys._getframe())
+
+found = called().__name__, inspect.getmodule(called).__name__, len(inspect.modulesbyfile)
+own = {"inspect": inspect, "sys": sys}
+exec("found = inspect.getmodule(sys._getframe())", own)
+in_no_module = own["found"]
+"""
+IMPORTS = """
+import inspect, json, sys
+from instep.launch.worker import torch_import
+original = inspect.getmodule
+torch_import.prepare()
+import torch
+print(json.dumps([torch.found, torch.in_no_module, inspect.getmodule is original]))
+"""
+
+
+def test_the_module_of_a_frame_is_found_without_a_look_at_the_files_of_all(tmp_path):
+    (tmp_path / "torch.py").write_text(ASKS_FOR_MODULES)
+    (tmp_path / "script.py").write_text(IMPORTS)
+    assert run_python(tmp_path / "script.py") == [["torch", "torch", 0], None, True]
+
+
 REPLICATED = """
 import json, sys, torch, instep
 layers = torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout()

@@ -1,13 +1,16 @@
-"""The import of torch in a rank: without garbage collections, and without torch.compile, which is
-imported when something is compiled."""
+"""The import of torch in a rank: without garbage collections, searches through all modules, and
+torch.compile, which is imported when something is compiled."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +27,7 @@ _is_imported = False
 def prepare() -> None:
     """Make the import cheaper. Call this before torch is imported; later it changes nothing."""
     freeze_torch_objects()
+    during_import("torch", _modules_by_name)
     defer_torch_compile()
 
 
@@ -61,6 +65,31 @@ def _is_open_for_writing(thing: object) -> bool:
     with suppress(ValueError):  # it is detached, or has no descriptor
         return not thing.closed and thing.fileno() > 2
     return False
+
+
+@contextmanager
+def _modules_by_name() -> Iterator[None]:
+    """Let `inspect.getmodule` find the module of a frame by its name.
+
+    torch asks for it where it registers an operator. By itself the function compares files: it
+    resolves those of all modules, in 10,700 of the 29,500 system calls of an import of torch.
+    """
+    original = inspect.getmodule
+
+    @functools.wraps(original)
+    def getmodule(object: Any, *args: Any, **kwargs: Any) -> ModuleType | None:  # noqa: A002
+        if isinstance(object, FrameType):
+            module = sys.modules.get(object.f_globals.get("__name__", ""))
+            if getattr(module, "__dict__", None) is object.f_globals:
+                return module
+        return original(object, *args, **kwargs)
+
+    inspect.getmodule = getmodule
+    try:
+        yield
+    finally:
+        if inspect.getmodule is getmodule:
+            inspect.getmodule = original
 
 
 def defer_torch_compile() -> None:
