@@ -31,6 +31,11 @@ from pool import run, run_fresh
 Body = Callable[["Drawing", Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_delivered() -> None:
+    registry.reset()
+
+
 class Drawing(nn.Module):
     """A model that draws in between of two layers."""
 
