@@ -209,12 +209,17 @@ def test_a_killed_rank_is_named_though_its_peer_complains_first(launch: Launch) 
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        ("sys.exit(3)", 3, "exited with code 3; rank 0 was stopped\nIt left at "),
-        pytest.param("os._exit(4)", 4, "exited with code 4", marks=pytest.mark.nightly),
         ("sys.exit('no data')", 1, "exited with code 1; rank 0 was stopped\nno data"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
-        ("os.kill(os.getpid(), signal.SIGINT); forever()", 130, "was killed by SIGINT"),
-        ("raise ValueError", 1, "failed (exit code 1)"),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in [
+                ("sys.exit(3)", 3, "exited with code 3; rank 0 was stopped\nIt left at "),
+                ("os._exit(4)", 4, "exited with code 4"),
+                ("os.kill(os.getpid(), signal.SIGINT); forever()", 130, "was killed by SIGINT"),
+                ("raise ValueError", 1, "failed (exit code 1)"),
+            ]
+        ),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank(
@@ -233,7 +238,15 @@ def test_the_system_keeps_eight_bits_of_an_exit_code(given: object, code: int) -
     assert system_exit_code(SystemExit(given)) == code
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit()", "sys.exit(0)", "sys.exit(256)"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "sys.exit(256)",
+        pytest.param("sys.exit()", marks=pytest.mark.nightly),
+        pytest.param("sys.exit(0)", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_that_has_finished_is_no_failure(launch: Launch, ending: str) -> None:
     script = launch.script(f"""
         if rank == 1:
