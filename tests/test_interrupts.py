@@ -346,6 +346,7 @@ def test_ranks_that_come_to_no_common_point_are_named(
     assert told.text.endswith(":\n  rank 0 is at a:1\n  rank 1 is at a:2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["fork", pytest.param("forkserver", marks=pytest.mark.nightly)],  # Python 3.14 uses the latter

@@ -148,6 +148,7 @@ def test_sockets_in_the_file_system(folder: Path) -> None:
         assert os.listdir("run") == ["socket"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # by PyTorch 2.12
 def test_profiles_and_mapped_tensors(folder: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:

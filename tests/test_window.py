@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import instep
 
 
@@ -28,6 +30,7 @@ def test_what_is_promised_is_what_type_checkers_and_users_get():
     assert all(getattr(instep, name) is not None for name in instep.__all__)
 
 
+@pytest.mark.slow
 def test_public_modules_are_there_without_an_import_of_their_own():
     script = "import instep; print(instep.precision.prepare.__module__, instep.errors.InstepError)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
