@@ -32,6 +32,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
 from instep.process.patching import ignored_warnings
 from instep.training.blocks import Block
+from instep.training.draws.kernels import DrawMode
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.random_ops import draws_nothing
 from instep.unedited.errors import ShardedCallError
@@ -974,8 +975,10 @@ def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() ->
     expected = F.scaled_dot_product_attention(q, k, v)
     nobody: Any = None  # no way to ask another rank
     draws = GlobalBatchDraws([Block(0, 2, 4)], 0, nobody, DrawRowDims(), nobody)
-    with intercepted_calls(draws.run):
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
+    on_other_devices = DrawMode(lambda func, args, kwargs: pytest.fail(f"{func} would draw"))
+    for intercepted in (intercepted_calls(draws.run), on_other_devices):
+        with intercepted:
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 
 @ranks(2)
