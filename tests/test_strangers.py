@@ -451,7 +451,7 @@ def test_a_member_without_the_secret_is_told_so(monkeypatch, secrets):
 UNEDITED = """
 import subprocess, sys
 import torch
-# Rank 0 waits for its input, and for no other rank.
+# Rank 1 reports its failure soon, though rank 0 waits for its input and does not end.
 sys.modules["instep.unedited.multi_rank"].LONGEST_PATIENCE = 0.1
 model = torch.nn.Linear(2, 2)
 model(torch.ones(4, 2)).sum().backward()
