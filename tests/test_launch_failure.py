@@ -117,23 +117,30 @@ multi_rank.client.announce_failure = Announced
 for _ in range(4):
     print("x" * 50_000, flush=True)
 print("end", flush=True)
-raise ValueError("late")
 """
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("raise ValueError('late')", 1, "ValueError: late"),
+        ("os._exit(3)", 3, "exited with code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
 def test_a_rank_0_that_writes_when_all_fail_is_not_ended_before_it_has_written(
-    tmp_path: Path,
+    tmp_path: Path, ending: str, code: int, said: str
 ) -> None:
     launch = Launch(tmp_path, ("run",))
     path = tmp_path / "train.py"
-    path.write_text(WRITES_SLOWLY)
+    path.write_text(WRITES_SLOWLY + ending)
     with launch.start("-n", 2, path) as process:
         assert launch.event() == ["rank 1 waits"]  # while nobody reads what rank 0 writes
         stdout, stderr = process.communicate()
     launch.close()
-    assert (process.returncode, stdout.count("x"), stdout[-4:]) == (1, 200_000, "end\n")
-    assert stderr.count("ValueError: late") == 1
+    assert (process.returncode, stdout.count("x"), stdout[-4:]) == (code, 200_000, "end\n")
+    assert stderr.count(said) == stderr.count("instep: rank 0 of 2 ") == 1
 
 
 @pytest.mark.parametrize(

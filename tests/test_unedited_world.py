@@ -354,6 +354,44 @@ def test_an_exit_code_of_which_the_system_keeps_0_is_no_failure(place: Place) ->
 
 
 @pytest.mark.launch
+def test_a_script_may_end_its_process_itself(place: Place) -> None:
+    """Rank 1 still asks for what rank 0 has read when rank 0 is about to end."""
+    script = place.script("""
+        import os, sys, torch
+        from instep.unedited import session
+        from instep.unedited.files.bypass import bypass_overlay
+        read_by_rank_0 = f"{sys.argv[1]}/read"
+        with bypass_overlay():
+            while session.current().world.rank == 1 and not os.path.exists(read_by_rank_0):
+                pass
+            line = input()
+            open(read_by_rank_0, "w").close()
+        print(len(line), flush=True)
+        os._exit(0)
+    """)
+    done = place.run("n2", *RUN, "2", script, text="a line\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "6\n", "")
+
+
+@pytest.mark.launch
+def test_a_script_that_becomes_another_program_does_so_once(place: Place) -> None:
+    script = place.script("""
+        import os, sys, torch
+        if "AGAIN" not in os.environ:
+            print(torch.rand(2).mean().item() > 0, flush=True)
+            os.environ["AGAIN"] = "1"
+            os.execl(sys.executable, sys.executable, *sys.argv)
+        print("again", flush=True)
+        with open("runs.txt", "a") as file:
+            file.write("x")
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (0, "True\nagain\n"), done.stderr
+    assert done.stderr.count("since the script becomes another program") == 1
+    assert place.left("n2") == {"runs.txt": b"x"}
+
+
+@pytest.mark.launch
 def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
     """As where each of them looks at the clock for when to end."""
     script = place.script("""

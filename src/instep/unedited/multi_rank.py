@@ -19,7 +19,7 @@ import torch.distributed as dist
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
 from instep.distributed.communication.local_transport import LocalTransport
-from instep.distributed.communication.transport import use_transport
+from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
@@ -36,7 +36,7 @@ from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_strea
 from instep.unedited.data import loaders
 from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.layer_directories import LayerDirectories, SharedDirectory
-from instep.unedited.processes import children
+from instep.unedited.processes import children, own_end
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
@@ -123,6 +123,7 @@ class MultiRankSession:
         os_functions.set_files(files)
         change = GenerationChange(files, self._directories.shared, self._directories.generations)
         children.install(self._relay, change, patch_table.install_files)
+        own_end.set_ranks(self)
         seeds.take_from_rank0(self._relay)
         opt_out.set_handler(on_opt_out)
         rank_local.register_rank()
@@ -170,6 +171,7 @@ class MultiRankSession:
         rank_local.unregister_rank()
         opt_out.set_handler(None)
         children.uninstall()
+        own_end.set_ranks(None)
         seeds.take_from_rank0(None)
         os_functions.set_files(None)
 
@@ -215,8 +217,24 @@ class MultiRankSession:
                 f"rank 0 goes on alone, with {threads}, {why}. The other ranks have ended. [INS717]"
             )
 
+    def wait_to_exit(self, code: int) -> None:
+        """As EndingRanks has it: as at the end of the script, or after an exception."""
+        if code:
+            self.reports_failure(f"exit code {code}")
+        else:
+            self._wait_for_all_ranks()
+            client.announce_end()
+
+    def leave_to_successor(self) -> None:
+        """As EndingRanks has it."""
+        leave_others("")
+        if not self._is_alone:
+            cores = Cores.of_all(self._threads, get_transport())
+            self.leave_to_rank0(cores, "since the script becomes another program by os.exec")
+
     def _end_now(self) -> NoReturn:
         """End this rank, of which nothing is needed any more."""
+        own_end.set_ranks(None)
         client.announce_exit()
         children.end_processes()
         self._directories.delete()

@@ -7,7 +7,7 @@ import subprocess
 
 from instep.process.patching import Patch, patches
 from instep.unedited.files import libraries
-from instep.unedited.processes import children, popen
+from instep.unedited.processes import children, own_end, popen
 
 PROCESS_PATCHES: tuple[Patch, ...] = (
     *patches(
@@ -29,6 +29,16 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
             "_start",
             children.start_asyncio_command,
         ),
+    ),
+    *patches(
+        "a rank that ends its process would end it before rank 0 has come so far",
+        (os, "_exit", own_end.exit_now),
+        (os, "abort", own_end.abort),
+        (os, "kill", own_end.kill),
+    ),
+    *patches(
+        "one process becomes another program, not one for each rank",
+        (os, "execv execve", own_end.execute),
     ),
     *patches(
         "a spawned worker sees the files that its rank sees",

@@ -1,0 +1,70 @@
+"""A script ends its process itself: by `os._exit`, a signal, or by becoming another program."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, Protocol
+
+from instep.distributed.communication.rank_local import is_rank_local
+from instep.process import in_main_thread
+from instep.process.patching import Function
+
+
+class EndingRanks(Protocol):
+    """The ranks of a script whose process is about to end."""
+
+    def wait_to_exit(self, code: int) -> None:
+        """Return when this rank may end with this exit code, -n for signal n: rank 0 has come so
+        far, too, or is not going to."""
+
+    def leave_to_successor(self) -> None:
+        """Let the other ranks end: only rank 0 becomes another program. Collective."""
+
+
+_current: list[tuple[EndingRanks, int]] = []
+"""With the id of their process."""
+
+
+_DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
+
+
+def set_ranks(ranks: EndingRanks | None) -> None:
+    """Let these ranks end together; None: each for itself."""
+    _current[:] = [] if ranks is None else [(ranks, os.getpid())]
+
+
+def exit_now(original: Function, status: int) -> Any:
+    """For os._exit."""
+    for ranks in _own_ranks():
+        if isinstance(status, int):
+            ranks.wait_to_exit(status & 0xFF)
+    return original(status)
+
+
+def abort(original: Function) -> Any:
+    """For os.abort."""
+    for ranks in _own_ranks():
+        ranks.wait_to_exit(-signal.SIGABRT)
+    return original()
+
+
+def kill(original: Function, pid: int, number: int) -> Any:
+    """For os.kill of the process itself."""
+    if pid == os.getpid() and number in _DEADLY and signal.getsignal(number) is signal.SIG_DFL:
+        for ranks in _own_ranks():
+            ranks.wait_to_exit(-number)
+    return original(pid, number)
+
+
+def execute(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For os.execv and os.execve, which the other functions of this kind call."""
+    if not is_rank_local():
+        for ranks in _own_ranks():
+            ranks.leave_to_successor()
+    return original(*args, **kwargs)
+
+
+def _own_ranks() -> list[EndingRanks]:
+    """The ranks, if this is the main thread of one of them, and no process that it has forked."""
+    return [ranks for ranks, process in _current if os.getpid() == process and in_main_thread()]
