@@ -4,8 +4,9 @@ takes time."""
 import io
 import os
 import queue
+import signal
 import threading
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from itertools import islice
 from unittest.mock import patch
 
@@ -14,9 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import instep
+from instep.process.patching import PatchHandle
 from instep.unedited.data import worker_batches, worker_datasets
+from instep.unedited.errors import LostWorkerError
+from instep.unedited.patch_table import WORKER_PATCHES
 from pool import ranks
-from test_loading import batches, fresh, same, streams
+from test_loading import Counting, batches, fresh, same, streams
 
 
 @contextmanager
@@ -316,3 +320,46 @@ def test_passes_over_the_same_data_may_overlap():
             found[way] += [next(late), next(late), *early, *late]
             assert next(early, None) is next(late, None) is None
     assert same(found[iter], found[batches])
+
+
+def kill_a_worker_of_rank_1(loop):
+    """It ends while the main thread does something else."""
+    if instep.rank == 1:
+        worker = loop._workers[1]
+        os.kill(worker.pid, signal.SIGKILL)
+        while worker.is_alive():
+            pass
+
+
+def catch_all(loop):
+    """A script that goes on after each error."""
+    for _ in range(9):
+        with suppress(Exception):
+            next(loop)
+
+
+@ranks(2)
+def test_a_worker_that_is_killed_is_an_error_at_the_same_batch_on_all_ranks():
+    with PatchHandle(WORKER_PATCHES):
+        loop = batches(DataLoader(Counting(40), 2, num_workers=2))
+        found = [next(loop)]
+        kill_a_worker_of_rank_1(loop)
+        with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+            found.extend(loop)
+        assert on_all_ranks(found)
+        assert len(list(batches(DataLoader(Counting(6), 2, num_workers=1)))) == 3
+
+
+@ranks(2)
+def test_a_worker_that_is_killed_where_each_rank_loads_for_itself_ends_its_rank():
+    data = Parts()
+    with PatchHandle(WORKER_PATCHES):
+        loop = batches(DataLoader(data, 2, num_workers=2))
+        for _ in range(4):
+            next(loop)
+        kill_a_worker_of_rank_1(loop)
+        if instep.rank == 0:
+            next(loop)
+            return
+        with pytest.raises(LostWorkerError, match=r"of rank 1 was killed by SIGKILL\. The other"):
+            catch_all(loop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable
+from multiprocessing import connection
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.data._utils.pin_memory
+import torch.utils.data._utils.signal_handling
 import torch.utils.data.dataloader
 
 from instep.process.import_hooks import after_import
@@ -197,6 +199,22 @@ def end_loader_workers() -> None:
     for found in gc.get_objects():
         if isinstance(found, kind):
             found._shutdown_workers()
+
+
+loader_signals = torch.utils.data._utils.signal_handling
+"""Its `_error_if_any_worker_fails` is called when a child process has ended."""
+_REAP_SECONDS = 1.0
+
+
+def ended_loader_workers(iterator: Any) -> list[tuple[int, int]]:
+    """The process ids and exit codes (-n for signal n) of workers of this iterator of a loader that
+    have failed; none of one without workers."""
+    workers = getattr(iterator, "_workers", ())
+    closed = connection.wait([worker.sentinel for worker in workers], 0)
+    for worker in workers:
+        if worker.sentinel in closed:
+            worker.join(_REAP_SECONDS)  # its end can be seen a moment before its exit code
+    return [(worker.pid, worker.exitcode) for worker in workers if worker.exitcode]
 
 
 # ----------------------------------------------------------------------- torch.distributed

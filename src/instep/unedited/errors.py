@@ -36,6 +36,18 @@ class LoadingError(TrainingError, RuntimeError):
         )
 
 
+class LostWorkerError(BaseException):
+    """A loader's worker has ended, of which only its rank knows. No InstepError, and no Exception:
+    if the script caught it, its ranks would go different ways."""
+
+    def __init__(self, rank: int, pid: int, how: str) -> None:
+        super().__init__(
+            f"a worker process of a DataLoader (pid {pid}) of rank {rank} {how}. The other ranks "
+            "load the same batches by workers of their own and have got theirs, so this script "
+            "cannot catch the error and go on, as it could in one process."
+        )
+
+
 class CannotSaveScriptError(UneditedError):
     """`--checkpoint`: the state of this script cannot be saved or restored."""
 

@@ -15,7 +15,8 @@ from torch import nn
 from instep.distributed.watchdog import interrupts
 from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
-from instep.process.torch_private import VF
+from instep.process.torch_private import VF, loader_signals
+from instep.unedited.data import worker_failures
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
@@ -35,6 +36,11 @@ SIGNAL_PATCHES = patches(
     "an interrupt takes effect at the same point of the script on every rank",
     (signal, "signal", interrupts.set_handler),
     (signal, "getsignal", interrupts.get_handler),
+)
+
+WORKER_PATCHES = patches(
+    "the error of a worker that was killed would reach its rank anywhere in the script",
+    (loader_signals, "_error_if_any_worker_fails", worker_failures.check_workers),
 )
 
 SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
@@ -95,6 +101,7 @@ PATCHES: tuple[Patch, ...] = (
     *WARNING_PATCHES,
     *SIGNAL_PATCHES,
     *PROCESS_PATCHES,
+    *WORKER_PATCHES,
     *OPT_OUT_PATCHES,
     *SHARDED_CALL_PATCHES,
     *DEVICE_PATCHES,

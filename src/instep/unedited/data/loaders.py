@@ -26,6 +26,7 @@ from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
 from instep.training.random_streams import is_deterministic
 from instep.training.shards import ShardedLoader
+from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import (
     ExchangedBatch,
     ExchangeTransport,
@@ -316,6 +317,8 @@ class WholeBatchIterator:
         plan = self._row_sampler.planned.popleft()
         if plan.exchanges:
             batch = self._exchange(batch, plan)
+        elif isinstance(batch, Exception):
+            worker_failures.check_is_known(batch, self._batches)
         if isinstance(batch, LoadedSamples):
             batch = _pin(self._loader, self._collate(batch.samples, plan))
         return batch
@@ -324,7 +327,7 @@ class WholeBatchIterator:
         """What this rank was asked to load for the next batch, or the error that it raised."""
         self._is_in_thread = not in_main_thread()
         try:
-            with phase("data"):
+            with phase("data"), worker_failures.raising_here(self._batches):
                 return next(self._batches)
         except StopIteration:
             self._is_over = True

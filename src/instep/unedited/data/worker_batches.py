@@ -19,6 +19,7 @@ from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
+from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack, unpack
@@ -143,8 +144,11 @@ class WorkerBatchIterator:
         """This rank's next batch, or what was raised in place of it."""
         start = perf_counter()
         try:
-            loaded = next(self._batches)
+            with worker_failures.raising_here(self._batches):
+                loaded = next(self._batches)
         except Exception as error:
+            if not self._is_divided and not isinstance(error, StopIteration):
+                worker_failures.check_is_known(error, self._batches)
             return error
         loaded = loaded if isinstance(loaded, WorkerBatch) else WorkerBatch(0, loaded)
         self._waited += (perf_counter() - start) * loaded.without_core

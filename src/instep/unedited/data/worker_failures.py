@@ -1,0 +1,59 @@
+"""A loader's worker that was killed: its rank learns of it where it asks for the next batch.
+
+torch raises an error wherever the main thread is when a worker ends. A script may catch it and go
+on; then the other ranks, whose workers live, would be at another point of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from instep.distributed.communication.transport import get_transport
+from instep.process import in_main_thread
+from instep.process.exit_status import describe_exit
+from instep.process.patching import Function
+from instep.process.torch_private import ended_loader_workers
+from instep.unedited.errors import LostWorkerError
+
+_is_loading = False
+"""Whether the main thread waits for a batch."""
+_has_child_ended = False
+"""Whether a child process has ended while it did something else."""
+
+
+def check_workers(original: Function) -> None:
+    """For what torch calls in the main thread when a child process has ended: it raises an error
+    if that was a worker which has failed."""
+    global _has_child_ended
+    if _is_loading:
+        original()
+    else:
+        _has_child_ended = True
+
+
+@contextmanager
+def raising_here(batches: Any) -> Iterator[None]:
+    """In here the main thread waits for a batch of torch's iterator, and gets the error."""
+    global _is_loading, _has_child_ended
+    before = _is_loading
+    try:
+        if in_main_thread():
+            _is_loading = True
+            if _has_child_ended:
+                _has_child_ended = False
+                for pid, code in ended_loader_workers(batches):
+                    raise RuntimeError(f"DataLoader worker (pid {pid}) {describe_exit(code)}")
+        yield
+    finally:
+        _is_loading = before
+
+
+def check_is_known(error: Exception, batches: Any) -> None:
+    """Raise LostWorkerError if this rank alone got this error from torch's iterator, since one of
+    its workers has ended."""
+    transport = get_transport()
+    ended = ended_loader_workers(batches) if transport.size > 1 else ()
+    for pid, code in ended:
+        raise LostWorkerError(transport.rank, pid, describe_exit(code)) from error
