@@ -651,6 +651,25 @@ def test_two_dashes_may_stand_before_the_script(launch: Launch) -> None:
     assert launch.event() == [["train.py", "--", "x"]]
 
 
+def test_no_rank_asks_for_input_at_its_end(launch: Launch) -> None:
+    seen = launch.run("-n", 1, launch.script("sys.exit(3)"), environ={"PYTHONINSPECT": "1"})
+    assert "instep: rank 0 of 1 exited with code 3\n" in seen.stderr
+    assert seen.stderr.count("Traceback") == 1, "the prompt of this command itself"
+
+
+@pytest.mark.parametrize("limit", [9, 11])
+def test_too_few_open_files_are_said_in_one_line(launch: Launch, limit: int) -> None:
+    """With 11 of them Python finds no folder for temporary files."""
+    command = [sys.executable, "-m", "instep", "run", "-n", "2", launch.script("")]
+    limited = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command]
+    seen = subprocess.run(limited, capture_output=True, text=True, check=False)
+    lines = seen.stderr.splitlines()
+    assert (seen.returncode, len(lines)) == (2, 2)
+    assert lines[1] == (
+        f"instep: {limit} open files are too few for this process: raise ulimit -n."
+    )
+
+
 def test_help_names_every_choice() -> None:
     command = [sys.executable, "-m", "instep", "run", "--help"]
     seen = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.errors import LaunchVariablesError
 from instep.process import storage
 from instep.unedited.files.paths import PathResolver
 
@@ -101,3 +102,13 @@ def test_what_rank_0_has_no_room_to_keep_is_an_error_for_who_reads_it_late(tmp_p
 def test_the_first_folder_with_room_is_taken() -> None:
     assert storage.choose_folder(0) == tempfile.gettempdir()
     assert os.access(storage.choose_folder(1 << 40), os.W_OK)
+
+
+def test_a_job_that_can_write_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(LaunchVariablesError, match=r"can be written\. Let TMPDIR name one"):
+        storage.choose_folder(2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -120,6 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # it may be another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _refuse(f"{limit} open files are too few for this process: raise ulimit -n.")
 
 
 def _check_first_word(word: str, words: Sequence[str]) -> None:
@@ -181,7 +188,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
     return 0
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception | str) -> int:
     print_line(error)
     return 2
 

@@ -45,6 +45,7 @@ def rank_environment(
     kept = {
         name: value for name, value in environ.items() if not is_launcher_variable(name, environ)
     }
+    kept.pop("PYTHONINSPECT", None)  # a rank would wait at the prompt, or fail at the end of stdin
     here = job_info.sizes[job_info.node]
     threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:

@@ -29,5 +29,12 @@ class LaunchVariablesError(LaunchError):
         )
 
     @classmethod
+    def without_folder(cls, cache: str) -> LaunchVariablesError:
+        return cls(
+            "this job needs a folder for temporary files, and none of TMPDIR, /tmp, /var/tmp and "
+            f"{cache} can be written. Let TMPDIR name one that can."
+        )
+
+    @classmethod
     def cannot_write(cls, name: str, path: str, error: OSError) -> LaunchVariablesError:
         return cls(f"cannot write {path} ({name}): {error.strerror}. Choose another path.")
