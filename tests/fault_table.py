@@ -64,7 +64,9 @@ if mine() == 1:
     fail()  # the fault's line
 together()
 """
-ENDS_EARLY = r"rank 1 of 2 ended with exit code 0 while rank 0 waited"
+ENDS_EARLY = (
+    r"rank 1 of 2 ended with exit code 0 while rank 0 waited|rank 1 waits in exit at the end"
+)
 FAILED = r"rank 1 of 2 failed \(exit code 1\)"
 RAISES = FAILED + r"[^$]*fail\(\)[^$]*"
 FAULTS: dict[str, tuple[str, str]] = {
@@ -72,7 +74,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "raise in a module's forward": ("Unfit()(torch.ones(8, 4))", RAISES + "ValueError: boo"),
     "an exception whose __str__ raises": ("raise Mute", RAISES + "Mute: <exception str"),
     "sys.exit(3)": ("sys.exit(3)", r"rank 1 of 2 (exited with code 3|failed \(exit code 3\))"),
-    "sys.exit(0)": ("sys.exit(0)", ENDS_EARLY + r"|rank 1 waits in exit at the end"),
+    "sys.exit(0)": ("sys.exit(0)", ENDS_EARLY),
     "os._exit(0)": ("os._exit(0)", ENDS_EARLY),
     "os._exit(3)": ("os._exit(3)", r"rank 1 of 2 exited with code 3"),
     "KeyboardInterrupt": ("raise KeyboardInterrupt", r"rank 1 of 2 [^$]*fail\(\)[^$]*KeyboardInt"),
