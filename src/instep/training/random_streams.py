@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.distributed.communication.objects import broadcast_object
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity import torch_devices
-from instep.distributed.watchdog.call_stack import script_line
-from instep.errors import InstepWarning
 from instep.process import in_main_thread
 
 T = TypeVar("T")
@@ -197,13 +195,11 @@ class SharedRandomStream:
 
 @cache
 def _warn_of_thread() -> None:
-    warnings.warn(
-        f"{script_line()} iterates over a sharded loader in a thread. What the loader draws comes "
-        "from the global generators, so what it and the main thread draw at the same time is not "
-        "what one process draws. Let a worker load the samples (num_workers=1), or iterate in the "
-        "main thread. [INS710]",
-        InstepWarning,
-        stacklevel=2,
+    warn_at_script_line(
+        "This line iterates over a sharded loader in a thread. What the loader draws comes from "
+        "the global generators, so what it and the main thread draw at the same time is not what "
+        "one process draws. Let a worker load the samples (num_workers=1), or iterate in the main "
+        "thread. [INS710]"
     )
 
 

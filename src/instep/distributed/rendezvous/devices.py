@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from instep.distributed.errors import BackendError, DeviceError
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity import accelerators, torch_devices
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import join_check
-from instep.errors import InstepWarning
 from instep.process import settings
 from instep.process.exit_status import format_ranks, group_ranks
 from instep.process.procfs import read_environ
@@ -29,11 +28,9 @@ def take_device(world: World) -> torch.device:
     if row is None:
         return torch_devices.CPU
     if row.backend is None:
-        warnings.warn(
+        warn_at_script_line(
             f"{world.size} ranks compute on the CPU: torch.distributed has no backend for "
-            f"{row.name}. One rank uses the {row.title}. [INS705]",
-            InstepWarning,
-            stacklevel=4,
+            f"{row.name}. One rank uses the {row.title}. [INS705]"
         )
         return torch_devices.CPU
     count = max(torch.accelerator.device_count(), 1)
@@ -44,7 +41,7 @@ def take_device(world: World) -> torch.device:
     backend_of(device)
     torch_devices.set_index(device.index)
     if (warning := changed_devices_warning()) is not None:
-        warnings.warn(f"{warning} [INS706]", InstepWarning, stacklevel=4)
+        warn_at_script_line(f"{warning} [INS706]")
     return device
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,8 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.exchanges import before_collectives, before_values
 from instep.distributed.communication.scopes import scope_number
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.watchdog.call_stack import script_line
-from instep.errors import InstepWarning, TrainingError
+from instep.errors import TrainingError
 from instep.process.patching import PatchHandle, patches
 from instep.process.torch_private import is_transformed, unwrap_transformed
 from instep.training.batches import loop_ends, progress
@@ -141,13 +141,11 @@ def _look_for_placeholders(reduces: bool) -> None:
     line = script_line()
     if line not in _warned:
         _warned.add(line)
-        warnings.warn(
-            f"{line} takes values of all ranks in or after a loop over batches of which one has "
+        warn_at_script_line(
+            "This line takes values of all ranks in or after a loop over batches of which one has "
             "fewer rows than there are ranks. Ranks without rows run a placeholder in its place, "
             "of which len(x) is 1 too: what the script computes from it counts here. instep.Mean, "
-            "instep.Metric and instep.gather_rows leave it out. [INS709]",
-            InstepWarning,
-            stacklevel=2,
+            "instep.Metric and instep.gather_rows leave it out. [INS709]"
         )
 
 

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.errors import InstepWarning
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.training.checkpoint.errors import DamagedCheckpointError, NewerFormatError
 from instep.training.checkpoint.state_trees import decode, encode
 from instep.training.checkpoint.tensor_files import read_tensors, verify_file, write_tensors
@@ -234,7 +233,7 @@ def _latest(folder: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
         try:
             return path, use(path)
         except DamagedCheckpointError as error:
-            warnings.warn(f"{error} It is left out. [INS704]", InstepWarning, stacklevel=3)
+            warn_at_script_line(f"{error} It is left out. [INS704]")
     return None
 
 

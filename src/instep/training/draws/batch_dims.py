@@ -20,10 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.flight_record.script_line import location, script_frame
+from instep.distributed.flight_record.script_line import (
+    location,
+    script_frame,
+    warn_at_script_line,
+)
 from instep.distributed.identity import torch_devices
 from instep.distributed.watchdog.call_stack import script_line
-from instep.errors import InstepWarning
 from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
@@ -147,7 +150,7 @@ class BatchDims:
         line = script_line()
         if line not in self._warned:
             self._warned.add(line)
-            warnings.warn(f"{line} {problem} [INS701]", InstepWarning, stacklevel=2)
+            warn_at_script_line(f"This line {problem} [INS701]")
 
     def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
         """From a trial, or from draws of the same line with other numbers of rows."""

@@ -7,7 +7,6 @@ the sum of class weights, the tokens that are kept, or nothing. PyTorch's nodes 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -15,9 +14,9 @@ from weakref import WeakSet
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
-from instep.errors import InstepWarning
 from instep.training.autograd_graph import Root, next_nodes, node_of
 from instep.training.blocks import Block
 from instep.training.forward_calls import depends_on_call
@@ -76,11 +75,9 @@ def _warn(what: str, call: str) -> None:
     line = script_line()
     if (line, what) not in _warned:
         _warned.add((line, what))
-        warnings.warn(
-            f"{line} calls backward on a loss that {what}: the gradient is not that of one "
-            f"process. State what it divides by, before backward: {call}. [INS716]",
-            InstepWarning,
-            stacklevel=2,
+        warn_at_script_line(
+            f"This line calls backward on a loss that {what}: the gradient is not that of one "
+            f"process. State what it divides by, before backward: {call}. [INS716]"
         )
 
 
