@@ -87,6 +87,7 @@ def test_overrides_are_read_from_strings_too():
     ("level", "overrides", "message"),
     [
         ("01", {}, "unknown level '01'; known are O0, O1, O2, O3.*letter O"),
+        ("O1", {"loss_scaling": 1.0}, "unknown option 'loss_scaling'; known are .*, loss_scale"),
         ("O1", {"cast_model_type": HALF}, "contradicts level O1: its parameters stay in float32"),
         ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts level O1"),
         ("O1", {"master_weights": True}, "master_weights=True contradicts level O1"),

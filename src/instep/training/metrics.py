@@ -50,7 +50,7 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add this rank's samples."""
+        """Add this rank's samples. Not collective."""
 
     @abstractmethod
     def compute(self) -> Any:
@@ -82,7 +82,7 @@ class Metric(ABC):
         return total
 
     def merge(self: M, other: M) -> M:
-        """Add another metric's totals to this one's; returns itself."""
+        """Add the totals of another metric of the same class to this one's; returns itself."""
         self.totals += other.totals.to(self.totals.device)
         return self
 
@@ -139,7 +139,13 @@ class Mean(Metric):
 
 
 class Accuracy(Metric):
-    """The fraction of all samples whose target is among the k highest scores, for each k."""
+    """The fraction of all samples whose target is among the k highest scores, for each k.
+
+    Args:
+        topk: one k, or several, from 1 on.
+
+    Raises ValueError for another k, or none.
+    """
 
     def __init__(self, topk: int | Sequence[int] = (1,)) -> None:
         topk = (topk,) if isinstance(topk, int) else topk

@@ -128,8 +128,9 @@ def replicate(
     Draws a seed from torch's generator. Warns of random numbers that it cannot make those of the
     whole batch (InstepWarning).
     Raises ReplicatedTwiceError, DisagreementError (a parameter differs in name, shape or dtype
-    between ranks), WrongDeviceError, BitwiseError, TrainingError, and ValueError for another
-    `batch_statistics`, `dropout` or `compression` than these. Collective.
+    between ranks), WrongDeviceError, BitwiseError, TrainingError, ValueError for another
+    `batch_statistics`, `dropout` or `compression` than these, and TypeError for no module.
+    Collective.
     """
     check_bitwise(bitwise)
     for name, scope in (("batch_statistics", batch_statistics), ("dropout", dropout)):

@@ -54,8 +54,9 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
         product is the sum times the other ranks' product (zeros are no exception). A product
         gathers all ranks' tensors.
 
-    Raises UnknownOpError, UnsuitableTensorError, WrongDeviceError, NotAMemberError, and
-    OverflowedError where a sum or product of integers under 64 bits does not fit their dtype.
+    Collective. Raises UnknownOpError, UnsuitableTensorError, WrongDeviceError, NotAMemberError,
+    DisagreementError where the ranks' calls differ, and OverflowedError where a sum or product of
+    integers under 64 bits does not fit their dtype.
     """
     transport, op = _check(tensor, op, group)
     if op == "product":
@@ -83,7 +84,7 @@ def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | Non
         connects this rank's loss to the graph (its sum() is 0). The derivative of a sum is root's
         gradient, on every rank; of the others as for `all_reduce`.
 
-    Raises ValueError for a root that does not exist, and what `all_reduce` raises
+    Collective. Raises ValueError for a root that does not exist, and what `all_reduce` raises
     (OverflowedError at root alone).
     """
     transport, op = _check(tensor, op, group)
@@ -114,8 +115,8 @@ def reduce_scatter(
         A new tensor. The derivative of a sum is the all_gather of the gradients; of the others as
         for `all_reduce`.
 
-    Raises ValueError for impossible splits, DisagreementError where the ranks' shapes or splits
-    differ, and what `all_reduce` raises (OverflowedError on the ranks that see it).
+    Collective. Raises ValueError for impossible splits, and what `all_reduce` raises
+    (OverflowedError on the ranks that see it).
     """
     transport, op = _check(tensor, op, group)
     return reduce_parts(reduce_scatter_inputs(tensor, splits, transport, group), op)
@@ -132,8 +133,8 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
     Returns:
         A new tensor. The derivative is the sum of all ranks' gradients at root, zero elsewhere.
 
-    Raises ValueError for a root that does not exist, WrongDeviceError, UnsuitableTensorError,
-    NotAMemberError.
+    Collective. Raises ValueError for a root that does not exist, WrongDeviceError,
+    UnsuitableTensorError, NotAMemberError, DisagreementError.
     """
     check_reachable(tensor)
     return _apply(_Broadcast, tensor, group_rank(root, "root", group), transport_of_call(group))

@@ -56,7 +56,8 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
         As many new tensors as there are ranks. The derivative is the sum of the gradients that all
         ranks have for this rank's tensor (a reduce_scatter).
 
-    Raises DisagreementError, WrongDeviceError, UnsuitableTensorError, NotAMemberError.
+    Collective. Raises DisagreementError where the ranks' tensors differ in more than rows,
+    WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
     for look in before_values:
         look(False)
@@ -86,7 +87,7 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
         As many new tensors as there are ranks; on other ranks than root they have no elements, and
         only connect this rank's loss to the graph. The derivative scatters root's gradients.
 
-    Raises ValueError for a root that does not exist, and what `all_gather` raises.
+    Collective. Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
     check_reachable(tensor)
     for look in before_values:
@@ -115,8 +116,8 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
         torch.autograd.grad of some `inputs` does not, on a rank where these do not lead to it, and
         neither does backward(inputs=...). Then the job ends with an error that names the lines.
 
-    Raises, on every rank alike, ValueError for a root that does not exist or another number of
-    parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
+    Collective. Raises, on every rank alike, ValueError for a root that does not exist or another
+    number of parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
     """
     transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     own = list(parts) if transport.rank == root_rank and parts is not None else []
@@ -152,8 +153,8 @@ def all_to_all(
         The part that each rank sent, in the order of ranks: new tensors. The derivative is the
         all_to_all in the other direction.
 
-    Raises ValueError for splits that are not as many as ranks or do not add up to the rows, and
-    what `all_gather` raises.
+    Collective. Raises ValueError for splits that are not as many as ranks or do not add up to the
+    rows, and what `all_gather` raises.
     """
     check_reachable(tensor)
     transport = transport_of_call(group)

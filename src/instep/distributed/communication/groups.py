@@ -15,12 +15,17 @@ from instep.process.exit_status import format_ranks
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks of the world, for the argument `group=` of the collectives."""
+    """Some ranks of the world, for the argument `group=` of the collectives.
+
+    Attributes:
+        ranks: the members' ranks in the world, ascending: the order of every collective's results.
+        handle: torch's process group; None on ranks that are no members, and in groups of one.
+
+    `instep.group` makes it. `rank in group` tells whether a rank of the world is a member.
+    """
 
     ranks: tuple[int, ...]
-    """The members' ranks in the world, ascending: the order of every collective's results."""
     handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """torch's process group; None on ranks that are no members, and in groups of one."""
 
     @property
     def size(self) -> int:

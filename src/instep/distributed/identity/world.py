@@ -12,23 +12,25 @@ from instep.process.errors import LaunchVariablesError
 class World:
     """The place of one process in its job.
 
+    Attributes:
+        rank: the number of this process, from 0.
+        size: the number of processes of the job: the *world size*.
+        local_rank: the number of this process on its host, from 0.
+        local_size: the number of processes on this host.
+        node_rank: the number of this host, from 0.
+        nodes: the number of hosts.
+        source: the launcher, or another source of these numbers.
+
     Raises LaunchVariablesError when the numbers contradict each other.
     """
 
     rank: int = 0
-    """The number of this process, counted from 0."""
     size: int = 1
-    """The number of processes of the job: the *world size*."""
     local_rank: int = 0
-    """The number of this process on this host."""
     local_size: int = 1
-    """The number of processes on this host."""
     node_rank: int = 0
-    """The number of this host."""
     nodes: int = 1
-    """The number of hosts."""
     source: str = "plain Python"
-    """The launcher, or another source of these numbers."""
 
     def __post_init__(self) -> None:
         for what, index, count in (

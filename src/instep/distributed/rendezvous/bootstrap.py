@@ -96,17 +96,26 @@ def init(
 ) -> World:
     """Join the other ranks; does nothing when they have joined, or in a world of one.
 
-    Everything in instep that needs the other ranks calls this by itself; call it for a
-    rendezvous of your own: `env://`, `tcp://host:port`, `file://path` or a Store.
-    `rank` and `world_size` are the launcher's unless given. On one host nothing listens beyond
-    the loopback interface (except where torchrun hosts the store); on several, Gloo, NCCL and HCCL
-    take the interface that leads to the master (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and
-    HCCL_SOCKET_IFNAME are set where the user has not). With accelerators, the rank's own device
-    becomes the current one; without, this process keeps memory that it has freed (up to 1 GiB,
-    of which the first 512 MiB in huge pages), unless GLIBC_TUNABLES or one of MALLOC_MMAP_MAX_,
-    MALLOC_MMAP_THRESHOLD_, MALLOC_TOP_PAD_ and MALLOC_TRIM_THRESHOLD_ is set.
+    Everything in instep that needs the other ranks calls this by itself; call it for a rendezvous
+    of your own. On one host nothing listens beyond the loopback interface (except where torchrun
+    hosts the store); on several, Gloo, NCCL and HCCL take the interface that leads to the master
+    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and HCCL_SOCKET_IFNAME are set where the user has not).
+    With accelerators, the rank's own device becomes the current one; without, this process keeps
+    memory that it has freed (up to 1 GiB, of which the first 512 MiB in huge pages), unless
+    GLIBC_TUNABLES or one of MALLOC_MMAP_MAX_, MALLOC_MMAP_THRESHOLD_, MALLOC_TOP_PAD_ and
+    MALLOC_TRIM_THRESHOLD_ is set.
 
-    Raises MixedJobError where the ranks are not of one job, PortInUseError,
+    Args:
+        method: `env://`, `tcp://host:port`, `file://path` or a Store; by default what the
+            launcher's variables say.
+        rank, world_size: both, or by default the launcher's.
+        timeout: how long the ranks wait for each other, here and in collectives; by default
+            INSTEP_TIMEOUT seconds.
+
+    Returns:
+        This process's place in the job, as `instep.world`.
+
+    Collective. Raises MixedJobError where the ranks are not of one job, PortInUseError,
     LeftoverRendezvousError, RendezvousError, AuthenticationError, BackendError, DeviceError or
     LaunchVariablesError.
     """

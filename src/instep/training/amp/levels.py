@@ -56,8 +56,8 @@ def levels(dtype: torch.dtype) -> dict[str, Options]:
 def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: Any) -> Options:
     """The options of a level with those overrides that are not None.
 
-    Raises PrecisionError for an unknown level or value, and for an override that contradicts the
-    level.
+    Raises PrecisionError for an unknown level, override or value, and for an override that
+    contradicts the level.
     """
     if dtype not in HALVES:
         raise PrecisionError.option("dtype", dtype, "torch.float16 or torch.bfloat16")
@@ -67,6 +67,8 @@ def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: 
             f"unknown level {level!r}; known are {', '.join(table)} "
             "(the letter O and a digit, not two digits)."
         )
+    if unknown := [name for name in overrides if name not in _PARSERS]:
+        raise PrecisionError(f"unknown option {unknown[0]!r}; known are {', '.join(_PARSERS)}.")
     given = {name: value for name, value in overrides.items() if value is not None}
     for name, value in given.items():
         _check_override(level, name, value)

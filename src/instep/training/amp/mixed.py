@@ -66,10 +66,10 @@ def prepare(
         cast_model_outputs: the dtype of what the models return; by default float32 if the
             parameters are cast, else what the models return.
         allow_half: take models some of whose parameters are in half precision already.
-        overrides: fields of `levels.Options` other than the level's.
+        overrides: fields of `instep.precision.Options` other than the level's.
 
     Returns:
-        An object that scales their losses.
+        A `Mixed`, whose `scale` is around each backward.
 
     A later call with other models replaces or ends the casts of an earlier O1.
     Raises PrecisionError.

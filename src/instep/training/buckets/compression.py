@@ -37,14 +37,16 @@ class PowerSGD:
     the scale of its own step; after a gradient that is not finite it is dropped. Each backward
     sends two messages for each bucket, the second when the first has arrived.
 
+    Args:
+        rank: columns of the thin matrices: more are nearer to the gradient, and longer messages.
+        warm_up: how many backwards send whole gradients first, when these change fastest; of each
+            set of parameters that are trained together.
+
     Raises ValueError for numbers out of range.
     """
 
     rank: int = 4
-    """Columns of the thin matrices: more are nearer to the gradient, and longer messages."""
     warm_up: int = 0
-    """How many backwards send whole gradients first, when these change fastest; of each set of
-    parameters that are trained together."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.warm_up < 0:
