@@ -183,8 +183,8 @@ Let a worker load the samples (`num_workers=1` loads ahead, too), or iterate in 
         "Every rank computes a module's whole batch.",
         """\
 The module gave other results when its rows were divided, or it cannot be divided; the line says
-why. The numbers are right, and this module is not faster on several ranks. [The reasons, and what
-to change](../unedited-scripts.md#what-is-computed-whole).""",
+why. The numbers are right, and this module is not faster on several ranks. [Common
+reasons](../unedited-scripts.md#what-is-computed-whole).""",
     ),
     RunWarning(
         "INS712",
@@ -228,9 +228,9 @@ there is no line.""",
         "no-shared-memory",
         "The ranks of one host talk through Gloo instead of shared memory.",
         """\
-The collectives work, and are slower. The line says why: too little memory in /dev/shm, ranks in
-different containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant,
-and there is no line.""",
+The collectives work, and are slower. The line says why: too little memory, ranks in different
+containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant, and there is
+no line.""",
     ),
     RunWarning(
         "INS716",
