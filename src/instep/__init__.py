@@ -7,6 +7,10 @@
 
 and start it with `instep run -n 4 train.py`. Names are resolved when they are used, so that
 importing instep costs nothing and `instep.rank` is always the current one.
+
+`rank` is the number of this process, from 0, `world_size` the number of processes, and `local_rank`
+the number of this process on its host; `world` has these and more. `is_main_process` is whether
+`rank` is 0, `in_mpi` whether there are several processes. `print` is Python's, on rank 0 alone.
 """
 
 from __future__ import annotations
