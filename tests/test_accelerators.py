@@ -140,8 +140,10 @@ def test_ranks_that_cannot_share_a_job_on_the_device_take_the_cpu_and_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_devices, "accelerator_type", lambda: "mps")
-    with pytest.warns(InstepWarning, match="2 ranks compute on the CPU: .* no backend for mps"):
+    message = "2 ranks compute on the CPU: .* no backend for mps"
+    with pytest.warns(InstepWarning, match=message) as warned:
         assert devices.take_device(World(0, 2, 0, 2)) == torch.device("cpu")
+    assert warned[0].filename == __file__, "not a file of instep"
 
 
 def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def test_every_rank_knows_its_place_between_init_and_shutdown():
         assert not hvd.is_initialized()
         with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\)"):
             hvd.rank()
+        with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\)"):
+            hvd.allreduce(torch.ones(1))
         with initialized():
             hvd.init()  # again: nothing
             assert (hvd.rank(), hvd.size()) == (instep.rank, instep.world_size)

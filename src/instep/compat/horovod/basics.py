@@ -216,8 +216,9 @@ class ProcessSet:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Its ranks. Raises WrongArgumentError if it is not registered."""
+        """Its ranks. Raises NotInitializedError, and WrongArgumentError if it is not registered."""
         if self.process_set_id is None or self.ranks is None:
+            session()  # raises where init() was forgotten
             raise WrongArgumentError(
                 f"the process set of the ranks {self.ranks} is not registered. Call "
                 "hvd.add_process_set(ranks) on every rank after hvd.init()."

@@ -159,9 +159,9 @@ def allreduce(
     Returns:
         A new tensor; its derivative is the same reduction of the gradients.
 
-    Raises HorovodInternalError on all ranks if they disagree in shape, dtype or op, and after the
-    end; WrongArgumentError, WrongDeviceError, UnsuitableTensorError, NameInFlightError,
-    NotAMemberError.
+    Raises HorovodInternalError on all ranks if they disagree in shape, dtype or op; and
+    NotInitializedError, WrongArgumentError, WrongDeviceError, UnsuitableTensorError,
+    NameInFlightError, NotAMemberError.
     """
     reduction = parse_reduction(
         "allreduce", name, op, average, prescale_factor, postscale_factor, process_set

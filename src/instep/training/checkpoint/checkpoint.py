@@ -70,8 +70,8 @@ class Checkpoint:
         metrics: `instep.Metric`s, whose totals so far are saved; or a list or dict of them.
         every: save after so many calls of `step`. None: at the end of each epoch.
         keep: how many checkpoints are left; None: all.
-        shard_bytes: a model, or another object, whose tensors have so many bytes (1 GiB) is written
-            by all ranks that see the folder, each its shard; a smaller one by rank 0.
+        shard_bytes: a model, or another object, whose tensors have so many bytes (by default 1 GiB)
+            is written by all ranks that see the folder, each its shard; a smaller one by rank 0.
         others: more objects with state_dict and load_state_dict, by names of their own.
 
     Raises CannotSaveError, FolderInUseError, CheckpointError, and ValueError for an `every`, `keep`
