@@ -106,11 +106,12 @@ REPEATED = """
             return nn.functional.dropout(super().forward(x), 0.2, self.training)
 
     model = Warns(4, 3)
+    criterion = nn.MSELoss()
     for step in range(6):
         warnings.warn("in the loop")
         outputs = model(torch.randn(6, 4))
         outputs.register_hook(lambda _: warnings.warn("in a backward", stacklevel=5))
-        outputs.sum().backward()
+        criterion(outputs, torch.zeros(6, 1)).backward()
         model.zero_grad()
     with torch.no_grad():
         model.eval()(torch.randn(6, 4))
@@ -122,7 +123,8 @@ def test_a_warning_that_is_shown_once_for_a_line_is_shown_once(launch: Launch) -
     script.write_text(textwrap.dedent(REPEATED))
     one, two = (launch.run("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    assert one.stderr.count("UserWarning") == 3
+    assert one.stderr.count("UserWarning") == 4
+    assert one.stderr.count("loss.py:") == 1
     assert two.stderr == one.stderr
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import dropwhile
 from types import FrameType
 from typing import Any, TypeVar
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
-from instep.distributed.flight_record.script_line import script_frame
 from instep.process import PACKAGE_FOLDER, frames_from, write_text
 from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
@@ -29,6 +29,8 @@ _MAX_WARNINGS = 1000
 """Of more different ones, or of one that is shown more often, rank 0 shows its own."""
 _PATIENCE, _FEW = 0.25, 16
 """Seconds that a rank other than 0 waits whether rank 0 warns of the same, with the first few."""
+_WARNINGS = frozenset({"warnings", "_py_warnings"})
+"""The modules of Python that warn; the second from 3.14 on."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +206,10 @@ def show_warning(
     line: str | None = None,
 ) -> None:
     """For warnings.showwarning: what is about the rows of one rank is shown by that rank. Where the
-    line is one of instep's, between the script and the library that warns, it is the script's."""
+    line is one of instep's, it is the one that Python would have named without instep."""
     registry = _registry_of(filename)
     key = str(message), category, lineno
-    filename, lineno = _place_in_script(filename, lineno)
+    filename, lineno = _place_without_own(filename, lineno)
     streams = _current[0] if _current and is_thread_rank_local() and file is None else None
     show_as_usual = partial(original, message, category, filename, lineno, file, line)
     if streams is None or streams.process != os.getpid():
@@ -222,24 +224,30 @@ def show_warning(
 
 def _registry_of(filename: str) -> dict[Any, Any]:
     """Where Python has noted a warning of this file that is being shown."""
-    frame = _frame_in(filename)
-    return {} if frame is None else frame.f_globals.get("__warningregistry__", {})
+    frames = (each for each in frames_from(sys._getframe(1)) if _file(each) == filename)
+    return next((each.f_globals.get("__warningregistry__", {}) for each in frames), {})
 
 
-def _place_in_script(filename: str, lineno: int) -> tuple[str, int]:
-    """The file and the line of the script that has led to this line of instep's; what was given
-    where it is not instep's."""
-    frame = _frame_in(filename) if filename.startswith(PACKAGE_FOLDER) else None
-    if frame is None:
+def _place_without_own(filename: str, lineno: int) -> tuple[str, int]:
+    """The place of a warning that is being shown, as many callers outward (its `stacklevel`)
+    without instep's own; what was given where that is not instep's."""
+    if not filename.startswith(PACKAGE_FOLDER):
         return filename, lineno
-    frame = script_frame(frame)
-    return frame.f_code.co_filename, frame.f_lineno
+    shown = dropwhile(lambda each: not _is_in_warnings(each), frames_from(sys._getframe(1)))
+    callers = list(dropwhile(_is_in_warnings, shown))
+    places = [(_file(each), each.f_lineno) for each in callers]
+    others = [place for place in places if not place[0].startswith(PACKAGE_FOLDER)]
+    if (filename, lineno) not in places or not others:
+        return filename, lineno
+    return others[min(places.index((filename, lineno)), len(others) - 1)]
 
 
-def _frame_in(filename: str) -> FrameType | None:
-    """The innermost frame of this file in which a warning is being shown."""
-    frames = frames_from(sys._getframe(2))
-    return next((each for each in frames if each.f_code.co_filename == filename), None)
+def _is_in_warnings(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _WARNINGS
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
 
 
 STREAM_PATCHES = patches(
