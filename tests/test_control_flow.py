@@ -393,6 +393,10 @@ def reads(x: Tensor, is_on: bool) -> Tensor:
     return x.sum() if bool(x[0]) == is_on else x.mean()
 
 
+def strongest(x: Tensor) -> Any:
+    return x.detach().cpu().numpy(), x.argmax(0, keepdim=True).numpy(force=True)
+
+
 def trace_begins_late(function: FunctionType) -> bool:
     """Whether a first trace of this function sees only in which lines it is."""
     return sys.version_info >= (3, 12) and function is in_one_line
@@ -440,6 +444,16 @@ def test_what_it_reads_from_a_tensor_is_new_until_a_call_with_it_was_compared() 
         assert trace.is_new == is_new
         trace.learn()
     assert flow.may_branch()
+
+
+def test_whole_numbers_of_an_array_are_read_and_fractions_are_not() -> None:
+    flow = ControlFlow()
+    whole = [([1, 2], True), ([1, 2], False), ([2, 1], True)]
+    for x, is_new in [*whole, ([1.5, 2.5], True), ([2.5, 3.5], False), ([2.5, 1.5], True)]:
+        with flow.traced() as trace:
+            strongest(torch.tensor(x))
+        assert trace.is_new == is_new
+        trace.learn()
 
 
 def test_lines_that_raise_are_no_branch() -> None:

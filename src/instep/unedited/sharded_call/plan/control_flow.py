@@ -17,6 +17,7 @@ from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
+from numpy import ndarray
 from torch import Tensor
 
 from instep.process import PACKAGE_FOLDER, is_script_file
@@ -24,7 +25,9 @@ from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
-_READING = ("__bool__", "__int__", "__index__", "item", "tolist")
+_READING = ("__bool__", "__int__", "__index__", "item", "tolist", "numpy")
+_WHOLE_NUMBERS = "biu"
+"""The kinds of numpy's types of truth values and integers."""
 _MAX_READINGS = 64
 """After so many different readings that were compared, others call for no comparison."""
 _FIRST_CALLS, _INTERVAL = 64, 32
@@ -196,8 +199,8 @@ def _is_of_script(code: CodeType) -> bool:
 
 
 def _noting(method: Any, trace: ForwardTrace) -> Any:
-    def read(tensor: Tensor, *args: Any) -> Any:
-        value = method(tensor, *args)
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        value = method(tensor, *args, **kwargs)
         is_own = sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER)
         if is_own or threading.get_ident() != trace.thread:
             return value
@@ -205,6 +208,8 @@ def _noting(method: Any, trace: ForwardTrace) -> Any:
             trace.readings[-1].append(value)
         elif isinstance(value, list):
             trace.readings[-1].append(str(value))
+        elif isinstance(value, ndarray) and value.dtype.kind in _WHOLE_NUMBERS:
+            trace.readings[-1].append(hash(value.tobytes()))
         return value
 
     return read
