@@ -80,6 +80,26 @@ class LossOfTheConfident(Around):
         return loss
 
 
+class DoublesPositiveBatches(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (2 if x[:, 0].mean() > 0 else 1)
+
+
+def of_signs(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """All rows have one sign, each of which is compared, and those of the two ranks then differ."""
+    calls = 0
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        x[:, 0] = -1.0 if calls % 2 else 1.0
+        if calls == LATE:
+            x[len(x) // 2 :, 0] = -3.0
+        return F.cross_entropy(model(x), y)
+
+    return step
+
+
 def of_scores(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     calls = 0
 
@@ -124,6 +144,7 @@ def play(log: Log, *args: Any) -> None:
         (RepeatsUntilItIsSmall, of_scores),
         (FollowsTheLongest, of_scores),
         (LossOfTheConfident, of_loss),
+        (DoublesPositiveBatches, of_signs),
     ],
 )
 def test_a_call_with_another_control_flow_is_compared(

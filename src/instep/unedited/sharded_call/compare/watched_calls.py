@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from instep.distributed.numbers import on_any_rank
 from instep.training.pytree import flatten, versions
 from instep.unedited.errors import ShardedCallError
@@ -38,6 +40,7 @@ def run_watched(
     """
     before, seen = Snapshot(call), versions(call.tensors)
     watch = ArgumentWatch(call, call.args, call.kwargs)
+    readings = None
     with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
@@ -47,7 +50,9 @@ def run_watched(
     if found is not None:
         planned, output = found
         values = with_tensor_attributes(output, replace(call, kept=planned.kept))
-        is_new = effects.first or trace.is_new or _has_first_values(planned, values)
+        readings = _other_readings(trace, group)
+        is_new = effects.first or trace.is_new or not flow.has_compared(readings)
+        is_new = is_new or _has_first_values(planned, values)
         if not on_any_rank(bool(is_new), group.transport):
             effects.show_warnings()
             return CallResult(output, planned)
@@ -57,7 +62,22 @@ def run_watched(
     effects.reset_warnings()
     before.restore()
     watch.restore_items()
-    return compare_traced(call, plan, flow, group, gradients=True)
+    result = compare_traced(call, plan, flow, group, gradients=True)
+    if result.why_whole is None:
+        flow.learn_readings(readings)
+    return result
+
+
+def _other_readings(trace: ForwardTrace, group: ShardGroup) -> int | None:
+    """A checksum of what each rank has read; None where all have read the same. Collective."""
+    transport, own = group.transport, trace.checksum
+    ends = torch.tensor([own, -own], device=transport.control_device)
+    transport.all_reduce(ends, "max").wait()
+    if ends[0] == -ends[1]:
+        return None
+    total = torch.tensor([(transport.rank + 1) * own], device=transport.control_device)
+    transport.all_reduce(total, "sum").wait()
+    return int(total)
 
 
 def _has_first_values(plan: ShardingPlan, output: Any) -> bool:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
+from zlib import crc32
 
 from numpy import ndarray
 from torch import Tensor
@@ -41,6 +42,7 @@ class ControlFlow:
     def __init__(self) -> None:
         self._codes: dict[CodeType, _Branches | None] = {}
         self._readings: set[tuple[Any, ...]] = set()
+        self._readings_of_ranks: set[int] = set()
         self.may_change = False
         """Whether it may be another on any rank."""
 
@@ -48,6 +50,17 @@ class ControlFlow:
         """Whether this call is to be traced; `calls`: how many there were; `may_change`: whether
         it may be another for a reason that is not in the code."""
         return (self.may_change or may_change) and (calls <= _FIRST_CALLS or calls % _INTERVAL == 0)
+
+    def has_compared(self, readings: int | None) -> bool:
+        """Whether a call was compared in which each rank has read what it reads now; `readings`: a
+        checksum of all of it, None where all ranks read the same."""
+        known = self._readings_of_ranks
+        return readings is None or readings in known or len(known) >= _MAX_READINGS
+
+    def learn_readings(self, readings: int | None) -> None:
+        """Remember that with these readings of all ranks the sharded call is the same."""
+        if readings is not None:
+            self._readings_of_ranks.add(readings)
 
     def may_branch(self) -> bool:
         """Whether a call may have another control flow on this rank."""
@@ -84,6 +97,11 @@ class ForwardTrace:
         self.thread = threading.get_ident()
         self._codes, self._readings = codes, readings
         self._reached: dict[CodeType, set[int]] = {}
+
+    @property
+    def checksum(self) -> int:
+        """Of what was read, the same in all processes."""
+        return crc32(repr(self.readings).encode())
 
     @property
     def is_new(self) -> bool:
@@ -209,7 +227,7 @@ def _noting(method: Any, trace: ForwardTrace) -> Any:
         elif isinstance(value, list):
             trace.readings[-1].append(str(value))
         elif isinstance(value, ndarray) and value.dtype.kind in _WHOLE_NUMBERS:
-            trace.readings[-1].append(hash(value.tobytes()))
+            trace.readings[-1].append(crc32(value.tobytes()))
         return value
 
     return read
