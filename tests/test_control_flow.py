@@ -485,6 +485,18 @@ def test_lines_that_raise_are_no_branch() -> None:
     assert not flow.may_branch()
 
 
+def test_code_that_cannot_be_hashed_is_not_followed() -> None:
+    """torch.compile makes some, with an object of the graph among its constants."""
+    code = sometimes.__code__
+    made = code.replace(co_consts=(*code.co_consts, {}))
+    flow, x = ControlFlow(), torch.ones(3)
+    with flow.traced() as trace:
+        found = FunctionType(made, globals())(x, True)
+    assert torch.equal(found, x + 1)
+    trace.learn()
+    assert not flow.may_branch()
+
+
 def test_the_first_calls_are_watched_and_then_some() -> None:
     flow = ControlFlow()
     assert not flow.is_watched(1)

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F  # noqa: N812
 
 import instep
@@ -152,6 +153,27 @@ class Explained(nn.Linear):
         return y
 
 
+class Hooked(nn.Linear):
+    """Keeps gradients by a hook on a node, on the way into it, or on two tensors at once."""
+
+    def __init__(self, register):
+        super().__init__(4, 4)
+        self.register, self.kept = register, torch.zeros(4)
+
+    def forward(self, x):
+        y, z = super().forward(x).sin(), x @ self.weight
+        hooks = {
+            "node": lambda: y.grad_fn.register_hook(lambda grads, _: self.keep(grads[0])),
+            "into a node": lambda: y.grad_fn.register_prehook(lambda grads: self.keep(grads[0])),
+            "tensors": lambda: register_multi_grad_hook([y, z], lambda grads: self.keep(grads[1])),
+        }
+        hooks[self.register]()
+        return y + z
+
+    def keep(self, grad):
+        self.kept = grad.sum(0)
+
+
 class Potential(nn.Linear):
     """Frees the graph of one of its outputs, as a potential with forces."""
 
@@ -227,6 +249,9 @@ CASES = {
     "attributes of the class": of_class,
     "a generator": lambda: trained(Annealed(), lambda _: 0),
     "a hook on a gradient": lambda: trained(Explained(4, 4), lambda m: m.kept),
+    "a hook on a node": lambda: trained(Hooked("node"), lambda m: m.kept),
+    "a hook into a node": lambda: trained(Hooked("into a node"), lambda m: m.kept),
+    "a hook on two tensors": lambda: trained(Hooked("tensors"), lambda m: m.kept),
     "a hook on a parameter": with_hook,
     "a graph that is freed": lambda: trained(Potential(4, 4), lambda _: 0),
 }

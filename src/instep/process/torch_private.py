@@ -80,6 +80,9 @@ hooks_of = attrgetter("_backward_hooks")
 """A tensor's hooks on its gradient."""
 later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 """A parameter's hooks for when its gradient is in `.grad`."""
+HOOKED_NODE = torch.autograd.Function, "_register_hook"
+"""The class, and the name of its static method, that C++ calls where a node of any kind gets a hook
+(`register_hook`, `register_prehook`)."""
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

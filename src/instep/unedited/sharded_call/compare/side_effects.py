@@ -16,17 +16,20 @@ from functools import cache, wraps
 from typing import Any
 from weakref import ref
 
+import torch.autograd.graph
 from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
 from instep.process.pending_writes import opens_to_write
+from instep.process.torch_private import HOOKED_NODE
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
 from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind, WholeReason
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
-_OF_GRADIENTS = ("register_hook", "retain_grad")
+_OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE)
+_MULTI_GRAD_HOOKS = torch.autograd.graph.__file__
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
 
@@ -102,7 +105,9 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
     global _current
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
-    methods = [(Tensor, name, _noting_method(name, effects)) for name in _OF_GRADIENTS]
+    methods: list[tuple[object, str, object]] = [
+        (owner, name, _noting_method(owner, name, effects)) for owner, name in _OF_GRADIENTS
+    ]
     methods.append((Tensor, "requires_grad_", _noting_unfreezing(effects)))
     with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
@@ -183,17 +188,20 @@ def replaced_in_streams(
     return replaced(*((stream, name, make(getattr(stream, name))) for stream in streams))
 
 
-def _noting_method(name: str, effects: SideEffects) -> Function:
-    """Of a tensor: what it keeps of a gradient would be that of a part of the rows."""
-    method: Any = getattr(Tensor, name)
-    effect = WholeReason(f"its forward looks at the gradient of a tensor ({name})")
+def _noting_method(owner: type, name: str, effects: SideEffects) -> Any:
+    """Of a tensor or a node: what it keeps of a gradient would be that of a part of the rows."""
+    method: Any = getattr(owner, name)
+    effect = WholeReason(f"its forward looks at the gradient of a tensor ({name.lstrip('_')})")
 
-    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_library(sys._getframe(1).f_code.co_filename):
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        while caller.f_back and caller.f_code.co_filename == _MULTI_GRAD_HOOKS:
+            caller = caller.f_back
+        if not is_library(caller.f_code.co_filename):
             effects.note(effect)
-        return method(tensor, *args, **kwargs)
+        return method(*args, **kwargs)
 
-    return noting
+    return noting if owner is Tensor else staticmethod(noting)
 
 
 def _noting_unfreezing(effects: SideEffects) -> Function:

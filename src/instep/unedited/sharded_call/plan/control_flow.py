@@ -155,6 +155,8 @@ class ForwardTrace:
             branches = self._codes[code]
         except KeyError:
             branches = self._codes[code] = _Branches(code) if _is_of_script(code) else None
+        except TypeError:  # torch.compile makes code with a dict among its constants
+            return None
         if branches is None or not branches.left:
             return None
         reached = self._reached.setdefault(code, set())
