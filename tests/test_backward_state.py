@@ -126,9 +126,50 @@ def in_an_object():
     return [*trained(Layer(Metered, meter)), torch.tensor(meter.sizes)]
 
 
-def in_a_tensor():
+def in_a_tensor(function):
     mean = torch.zeros(())
-    return [*trained(Layer(Averaged, mean)), mean]
+    return [*trained(Layer(function, mean)), mean]
+
+
+class Stepped(torch.autograd.Function):
+    """Its backward makes the step of an optimizer."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        found = grad @ weight
+        weight.data.sub_(0.1 * grad.T @ x)
+        return found, None
+
+
+class SteppedInPlace(Stepped):
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        found = grad @ weight
+        weight.sub_(0.1 * grad.T @ x)
+        return found, None
+
+
+class Stepping(nn.Linear):
+    def __init__(self, function):
+        super().__init__(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x, self.weight) + self.bias
+
+
+def in_a_parameter(function):
+    model = Stepping(function)
+    for _ in range(6):
+        model(torch.randn(6, 4)).square().mean().backward()
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def in_a_buffer(function):
@@ -167,9 +208,12 @@ CASES = {
     "a class": (in_a_class, 0),
     "a global list": (in_a_global_list, 6),
     "an object": (in_an_object, 0),
-    "a tensor": (in_a_tensor, 0),
+    "a tensor": (lambda: in_a_tensor(Averaged), 0),
+    "a tensor's data": (lambda: in_a_tensor(AveragedData), 0),
     "a buffer": (lambda: in_a_buffer(Averaged), 0),
     "a buffer's data": (lambda: in_a_buffer(AveragedData), 0),
+    "a parameter": (lambda: in_a_parameter(SteppedInPlace), 0),
+    "a parameter's data": (lambda: in_a_parameter(Stepped), 0),
     **{name: (case, 6) for name, case in HOOKED.items()},
 }
 

@@ -83,6 +83,7 @@ class Reference:
         """What it does that cannot be undone."""
         self._outside_change = None if calls is None else calls.find_change()
         self.after = Snapshot(call)
+        self.before.note_changes()
         found = attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
@@ -207,6 +208,7 @@ class Reference:
             yield
         finally:
             self.last_backward = StatePair(before, Snapshot(self.call, self._functions))
+            before.note_changes()
             before.restore()
 
     def gradient_errors(self, outputs: Sequence[Any]) -> list[float]:

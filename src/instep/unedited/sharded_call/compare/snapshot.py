@@ -91,13 +91,15 @@ class Snapshot:
         parts = dict(zip(self._names, self._parts, strict=True))
         self.graph = ObjectGraph(parts, [*call.functions, *others])
         self._tensors: list[BufferState] = []
-        """Tensors that others lead to, as a backward may change them; a forward must not."""
+        """Parameters, and tensors that others lead to: a backward may change them; a forward must
+        not."""
         if others:
-            own = {id(x) for x in (*nn.Module.parameters(module), *module.buffers())}
+            kept = {id(state.buffer) for state in self.buffers.values()}
+            found = [x for x, _, _ in self.graph.tensors.values() if x.grad_fn is None]
             self._tensors = [
                 BufferState(x, x.data, x.detach().clone())
-                for key, (x, _, _) in self.graph.tensors.items()
-                if key not in own and x.grad_fn is None and not x.is_inference()
+                for x in {id(x): x for x in (*found, *nn.Module.parameters(module))}.values()
+                if id(x) not in kept and not x.is_inference()
             ]
             self._buffer_versions |= {x: x._version for x, _, _ in self._tensors}
         self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
@@ -107,6 +109,8 @@ class Snapshot:
         }
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""
+        self._changed_by_data: list[str] = []
+        """What of that has others since then."""
 
     def note_values(self, call: BoundCall) -> None:
         """Note what the forward must not change by `.data`, too: that has no new version."""
@@ -120,6 +124,12 @@ class Snapshot:
         for what, tensors in kept.items():
             comparable = [tensor for tensor in tensors if is_comparable(tensor)]
             self._by_data.append((what, comparable, bit_sums(comparable).tolist()))
+
+    def note_changes(self) -> None:
+        """Note which of these values are others now."""
+        self._changed_by_data = [
+            what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits
+        ]
 
     def restore(self) -> None:
         """Set everything back, except inputs, and parameters that must not change."""
@@ -153,16 +163,17 @@ class Snapshot:
         return graph_difference.has_other_values(self.graph, after.graph)
 
     def has_changed(self, after: Snapshot) -> bool:
-        """Whether anything has changed in between, `.data` of what `note_values` noted included."""
+        """Whether anything has changed in between, what `note_changes` has noted included."""
         return (
             graph_difference.has_changed(self.graph, after.graph)
-            or any(bit_sums(kept).tolist() != bits for _, kept, bits in self._by_data)
+            or bool(self._changed_by_data)
             or self.buffers.keys() != after.buffers.keys()
             or any(not x.value.equal(after.buffers[k].value) for k, x in self.buffers.items())
         )
 
     def find_change(self, after: Snapshot, kept: Sequence[AttributePlace]) -> WholeReason | None:
-        """Say what a forward in between changed that rules out sharding; None if nothing.
+        """Say what a forward in between changed that rules out sharding, what `note_changes` has
+        noted included; None if nothing.
 
         `kept`: attributes that it may set to tensors.
         """
@@ -176,7 +187,7 @@ class Snapshot:
             return FREEZES
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         moved = {*changed} <= {_FROZEN}  # an optimizer inside of a forward has a state of its own
-        changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
+        changed += self._changed_by_data
         if changed:
             kind = ReasonKind.LASTING
             if changed[0] in (_TRAINED, _FROZEN):
