@@ -1,5 +1,6 @@
 """What a forward changes beside its outputs is as in one process, however it changes it."""
 
+import itertools
 import warnings
 
 import pytest
@@ -134,12 +135,23 @@ def halving():
 
 
 class Annealed(nn.Linear):
-    def __init__(self):
+    def __init__(self, rates):
         super().__init__(4, 4)
-        self.rates = halving()
+        self.rates = rates
 
     def forward(self, x):
         return super().forward(x) * next(self.rates)
+
+
+ITERATORS = {
+    "a generator": halving,
+    "a counter": itertools.count,
+    "of a list": lambda: iter([0.5, 0.4, 0.3, 0.2, 0.1]),
+    "of a range": lambda: iter(range(5)),
+    "of a dict": lambda: iter({3: 0, 2: 0, 1: 0, 5: 0, 4: 0}),
+    "that begins anew": lambda: itertools.cycle([0.5, 0.25]),
+    "of another one": lambda: map(float, filter(None, range(6))),
+}
 
 
 class Explained(nn.Linear):
@@ -247,7 +259,10 @@ CASES = {
     "a global tensor": of_global,
     "a global module": of_teacher,
     "attributes of the class": of_class,
-    "a generator": lambda: trained(Annealed(), lambda _: 0),
+    **{
+        f"an iterator, {name}": lambda make=make: trained(Annealed(make()), lambda _: 0)
+        for name, make in ITERATORS.items()
+    },
     "a hook on a gradient": lambda: trained(Explained(4, 4), lambda m: m.kept),
     "a hook on a node": lambda: trained(Hooked("node"), lambda m: m.kept),
     "a hook into a node": lambda: trained(Hooked("into a node"), lambda m: m.kept),

@@ -5,7 +5,6 @@ otherwise.
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
+from instep.unedited.objects.iterator_states import is_iterator
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
 from instep.unedited.sharded_call.plan.object_graph import (
     GraphNode,
@@ -69,9 +69,10 @@ def find_change(
         old = before.nodes.get(key_)
         if old is None or _is_unchanged(old, node):
             continue
+        if is_iterator(node.value):
+            name = type(node.value).__name__
+            return f"its forward takes the next value of a {name} ({node.path})"
         if node.path in after.external | before.external:
-            if isinstance(node.value, types.GeneratorType):
-                return f"its forward takes the next value of a generator ({node.path})"
             return f"its forward writes to a file or a thread ({node.path})"
         if isinstance(node.contents, str):
             return f"its forward draws from {node.path}, a {type(node.value).__name__}"

@@ -8,7 +8,6 @@ script's own modules name. The graph ends at tensors and at objects of torch.
 from __future__ import annotations
 
 import io
-import itertools
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -28,6 +27,7 @@ from torch.distributions import Distribution
 from instep.distributed.generator_states import describe_state, is_generator, is_global
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN, attributes_of, items_of
+from instep.unedited.objects.iterator_states import describe_iterator, is_iterator
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import functions_of, is_of_script, named_spaces, names_in
 
@@ -42,7 +42,7 @@ _FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
-_EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
+_EXTERNAL = (io.IOBase, threading.Thread)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *FUNCTIONS)
 
 
@@ -153,24 +153,17 @@ def is_same(now: Any, kept: Any) -> bool:
 
 
 def _state_of(value: Any) -> str | bytes | None:
-    """The state of a generator, a counter or a file; None for other objects."""
+    """The state of a generator, an iterator or a file; None for other objects."""
     if is_generator(value):
         return describe_state(value)
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return "" if frame is None else repr((frame.f_lasti, _of_locals(frame.f_locals)))
+    if is_iterator(value):
+        return describe_iterator(value)
     if isinstance(value, io.IOBase):
         try:
             return str(value.tell())
         except (OSError, ValueError):  # no file, or closed
             return "no position"
     return None
-
-
-def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if isinstance(v, PLAIN) else id(v) for k, v in values.items()}
 
 
 class ObjectGraph:
