@@ -139,6 +139,26 @@ def test_what_a_forward_keeps_is_that_of_the_whole_batch(kind: str) -> None:
         assert "kept" in log.getvalue()
 
 
+class KeepingLargest(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.largest: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.append(round(float(x.max()), 3))
+        return super().forward(x)
+
+
+@ranks(2)
+def test_what_only_the_rows_of_one_rank_show_to_depend_on_them_is_that_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, batches = KeepingLargest(), torch.randn(4, 6, 6)
+    with sharding():
+        for x in batches:
+            model(x).sum().backward()
+    assert model.largest == [round(float(x.max()), 3) for x in batches]
+
+
 @ranks(2)
 def test_what_a_forward_keeps_in_global_variables_is_that_of_the_whole_batch() -> None:
     global rows_seen

@@ -169,7 +169,10 @@ def _try(
     if plan is not None:
         comparison.accept_rounding(plan)
     found, why = comparison.try_division(division)
-    if found is None and plan is None and comparison.progress == ONLY_GRADIENTS_DIFFER:
+    if found is not None or plan is not None:
+        return found, why
+    # A rank may have found nothing wrong before another one did.
+    if not on_any_rank(comparison.progress != ONLY_GRADIENTS_DIFFER, group.transport):
         plan = compare_in_float64(comparison, division, group)
         if plan is not None:
             comparison.accept_rounding(plan)
