@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import random
 import sys
 import tempfile
@@ -644,3 +645,44 @@ def test_a_forward_that_appends_to_a_file_runs_once() -> None:
         assert path.read_text() == "6\n" * 5
     if instep.rank == 0:
         assert "Logging whole: its forward writes files (log.txt)." in log.getvalue()
+
+
+@ranks(2)
+def test_a_forward_that_logs_does_so_once() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("of a forward")
+    logger.propagate = False
+    logger.addHandler(handler)
+
+    class Logging(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            logger.warning("%d rows", len(x))
+            return self.body(x)
+
+    model, x = Logging(), torch.randn(6, 6)
+    with sharding() as log:
+        for _ in range(5):
+            model(x)
+    assert records == ["6 rows"] * 5
+    if instep.rank == 0:
+        assert "Logging whole: its forward logs." in log.getvalue()
+
+
+@ranks(2)
+def test_the_order_of_an_ordered_dict_changes_once() -> None:
+    class Rotating(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = OrderedDict([("a", 1.0), ("b", 2.0), ("c", 3.0)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            name = next(iter(self.scales))
+            self.scales.move_to_end(name)
+            return self.body(x) * self.scales[name]
+
+    model, x = Rotating(), torch.randn(6, 6)
+    with sharding():
+        for k in range(5):
+            torch.testing.assert_close(model(x), model.body(x) * (1 + k % 3))

@@ -1,4 +1,4 @@
-"""What a forward does that cannot be undone: it prints, or writes files.
+"""What a forward does that cannot be undone: it prints, logs, or writes files.
 
 A call that does is not made a second time for a comparison, nor is one that changes the buffers of
 a module from outside.
@@ -6,6 +6,7 @@ a module from outside.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ _OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE
 _MULTI_GRAD_HOOKS = torch.autograd.graph.__file__
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
+_LOGS = WholeReason("its forward logs", ReasonKind.SIDE_EFFECT)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterato
         (owner, name, _noting_method(owner, name, effects)) for owner, name in _OF_GRADIENTS
     ]
     methods.append((Tensor, "requires_grad_", _noting_unfreezing(effects)))
+    methods.append((logging.Handler, "handle", _noting_record(effects)))
     with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
         try:
@@ -216,6 +219,22 @@ def _noting_unfreezing(effects: SideEffects) -> Function:
         return method(tensor, *args, **kwargs)
 
     return set_flag
+
+
+def _noting_record(effects: SideEffects) -> Function:
+    """logging.Handler.handle, of whose records those are noted that are neither torch's, as of
+    torch.compile, nor printed: what is printed is noted where the stream writes it."""
+    method = logging.Handler.handle
+
+    @wraps(method)
+    def handle(handler: logging.Handler, record: logging.LogRecord) -> Any:
+        stream = getattr(handler, "stream", None)
+        is_printed = stream is not None and stream in (sys.stdout, sys.stderr)
+        is_of_torch = record.name.partition(".")[0] == "torch"
+        is_dropped = not (is_printed or is_of_torch) and effects.note(_LOGS)
+        return False if is_dropped else method(handler, record)
+
+    return handle
 
 
 @cache  # a hook cannot be removed

@@ -74,7 +74,7 @@ class GraphNode:
         if isinstance(value, nn.Module):
             return {k: v for k, v in value.__dict__.items() if not is_table(value, k)}
         if isinstance(value, dict):
-            return dict(dict.items(value))
+            return dict(_base_of(value).items(value))
         if isinstance(value, list | tuple | deque):
             return items_of(value)
         if isinstance(value, set | frozenset):
@@ -102,7 +102,7 @@ class GraphNode:
         elif self.names or (isinstance(kept, dict) and not isinstance(value, dict)):
             self._restore_names(kept, now)
         elif isinstance(value, dict):
-            base = next(base for base in _DICTS if isinstance(value, base))
+            base = _base_of(value)
             base.clear(value)
             for key, each in kept.items():
                 base.__setitem__(value, key, each)
@@ -133,6 +133,11 @@ class GraphNode:
                 table[name] = each
             elif now[name] is not each:
                 object.__setattr__(self.value, name, each)
+
+
+def _base_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Python's own class of dicts that it belongs to: a subclass may forbid methods."""
+    return next(base for base in _DICTS if isinstance(value, base))
 
 
 def _set_or_delete(owner: Any, name: str, value: Any) -> None:
