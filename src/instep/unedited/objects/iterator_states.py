@@ -6,7 +6,6 @@ import gc
 import itertools
 import types
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from operator import length_hint
 from typing import Any
 
@@ -35,7 +34,7 @@ def describe_iterator(value: Any) -> str:
         _parts_of_cycle(value) if isinstance(value, itertools.cycle) else gc.get_referents(value)
     )
     # `map` and `zip` have theirs in a tuple.
-    found = chain.from_iterable(part if isinstance(part, tuple) else [part] for part in parts)
+    found = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
     return repr([describe_iterator(each) for each in found if is_iterator(each)])
 
 

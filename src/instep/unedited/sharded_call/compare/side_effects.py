@@ -31,6 +31,7 @@ _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull
 """Parts of the paths of files that processes share by design."""
 _OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE)
 _MULTI_GRAD_HOOKS = torch.autograd.graph.__file__
+"""Where a hook on several tensors is registered on each of them."""
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
 _LOGS = WholeReason("its forward logs", ReasonKind.SIDE_EFFECT)
