@@ -165,6 +165,22 @@ class Stepping(nn.Linear):
         return self.function.apply(x, self.weight) + self.bias
 
 
+class Penalized(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        y.square().mean().backward(retain_graph=True)
+        return y
+
+
+def in_grads():
+    model, found = Penalized(4, 4), []
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.randn(6, 4))
+        found.append(model.weight.grad.clone())
+    return found
+
+
 def in_a_parameter(function):
     model = Stepping(function)
     for _ in range(6):
@@ -212,6 +228,7 @@ CASES = {
     "a tensor's data": (lambda: in_a_tensor(AveragedData), 0),
     "a buffer": (lambda: in_a_buffer(Averaged), 0),
     "a buffer's data": (lambda: in_a_buffer(AveragedData), 0),
+    "gradients, in a forward": (in_grads, 0),
     "a parameter": (lambda: in_a_parameter(SteppedInPlace), 0),
     "a parameter's data": (lambda: in_a_parameter(Stepped), 0),
     **{name: (case, 6) for name, case in HOOKED.items()},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.training.autograd_graph import next_nodes, used_by_others, walk
 from instep.training.pytree import (
@@ -65,7 +65,7 @@ class Reference:
         self.before.note_values(call)
         attributes = TensorAttributes(call)
         watch = ArgumentWatch(call, call.args, call.kwargs)
-        requires_gradients = _require_gradients(call)
+        requires_gradients, grads = _require_gradients(call), _grad_versions(call)
         self._plain_parameters = plain_parameters(call.module)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
@@ -99,6 +99,8 @@ class Reference:
         self._can_release = call.is_on_accelerator and is_plain
         self._leaves: list[Tensor] | None = None
         """Of its graph, once that is released."""
+        self._sets_grads = grads != _grad_versions(call)
+        """Whether a backward inside of it, say, has changed `.grad` of its parameters."""
         asks = requires_gradients != _require_gradients(call)
         self.used_by_others = used_by_others(self.outputs)
         """Which of its outputs others were computed from."""
@@ -133,6 +135,8 @@ class Reference:
         """
         if self._is_recorded:
             return WholeReason("Pyro records what its forward samples")
+        if self._sets_grads:
+            return WholeReason("its forward changes gradients of its parameters (by backward, say)")
         if self.kept and (is_compiled(self.call.parts) or not joins_attributes):
             return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
@@ -278,3 +282,8 @@ def _backward_functions(outputs: Sequence[Any], start: int) -> list[tuple[str, A
 
 def _require_gradients(call: BoundCall) -> list[bool]:
     return [tensor.requires_grad for tensor in call.tensors]
+
+
+def _grad_versions(call: BoundCall) -> list[tuple[int, int] | None]:
+    grads = [parameter.grad for parameter in nn.Module.parameters(call.module)]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
