@@ -3,7 +3,7 @@
 import os
 import random
 import signal
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import instep
 from instep.distributed.rendezvous import bootstrap
 from instep.errors import InsideScopeError, RunOnceError, UnknownOpError
+from instep.process import print_line
 from pool import RankError, ranks, run
 
 pytestmark = pytest.mark.slow
@@ -76,6 +77,15 @@ def test_a_progress_bar_is_shown_by_rank_0_and_counts_the_jobs_batches():
         assert f"rows={rows}" in shown
     else:
         assert out.getvalue() == ""
+
+
+@ranks(1)
+def test_a_line_of_insteps_own_is_not_behind_a_progress_bar():
+    with redirect_stderr(StringIO()) as out:
+        for _ in instep.progress(range(1), mininterval=0):
+            print_line("said")
+    assert "\rinstep: said\n" in out.getvalue()
+    assert out.getvalue().count("0/1") == 2, "the bar is shown again"
 
 
 @ranks(1, 2, 3)

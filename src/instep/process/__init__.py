@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -46,8 +47,18 @@ def in_main_thread() -> bool:
 
 
 def print_line(text: object) -> None:
-    """Print a line of instep's own on standard error, for the user."""
-    print(f"instep: {text}", file=sys.stderr, flush=True)
+    """Print a line of instep's own on standard error, for the user, and not behind a progress bar
+    of tqdm's."""
+    with _without_progress_bars():
+        print(f"instep: {text}", file=sys.stderr, flush=True)
+
+
+def _without_progress_bars() -> AbstractContextManager[object]:
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if bars is None or not getattr(bars, "_instances", None):
+        return nullcontext()
+    mode: AbstractContextManager[object] = bars.external_write_mode(file=sys.stderr)
+    return mode
 
 
 def write_text(fd: int, text: str) -> None:
