@@ -541,6 +541,31 @@ def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> 
         assert "it returns a list that depends on the rows" in log.getvalue()
 
 
+def rows_sums_and_losses(y: Tensor) -> list[Tensor]:
+    return [
+        *(y, y[:, 0], y.unsqueeze(1), y.sum(), y.sum(0), y.mean(), y.mean(0)),
+        *(F.cross_entropy(y, y[:, 0].detach().long() * 0), F.l1_loss(y, y.detach() + 1)),
+        F.kl_div(y.log_softmax(1), y.detach().softmax(1), reduction="batchmean"),
+    ]
+
+
+@ranks(2)
+def test_results_print_as_those_of_one_process() -> None:
+    model, x, zeros = With(rows_sums_and_losses), torch.randn(4, 6), torch.zeros(4, 3)
+
+    def printed() -> list[str]:
+        results = model(x)
+        loss = F.mse_loss(results[0], zeros)
+        texts = list(map(repr, [*results, loss]))
+        loss /= 2  # what is printed as one operation's result may be changed in place
+        return texts
+
+    expected = printed()
+    with sharding():
+        assert [printed(), printed()] == [expected, expected]
+    assert modules.call_counts.sharded == 2
+
+
 def test_text_is_found_wherever_it_is() -> None:
     for text in (
         "a",

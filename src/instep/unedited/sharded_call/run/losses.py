@@ -25,6 +25,7 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_subclass,
     with_attributes_of,
 )
+from instep.unedited.sharded_call.shards.node_names import named_as_mean
 
 NAMES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -85,7 +86,8 @@ def _loss_inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(divisor, Tensor):  # filled in: a copy to a GPU would be waited for
         divisor = part.new_full((), divisor)
     total, whole_divisor = region.sum(torch.stack([part, divisor.detach().to(part.dtype)]))
-    return total / whole_divisor
+    mean = total / whole_divisor
+    return named_as_mean(mean, part) if call.reduction == "mean" else mean
 
 
 def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,8 +97,12 @@ def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str
     local = call.local_arguments(output)
     if local is None or call.reduction not in ("mean", "sum", "batchmean"):
         return original(*args, **kwargs)
-    total = reduce_from_region([call.sum(local)], [1], output.group)
-    return total if call.reduction == "sum" else total / call.mean_divisor(call.arguments)
+    part = call.sum(local)
+    total = reduce_from_region([part], [1], output.group)
+    if call.reduction == "sum":
+        return total
+    mean = total / call.mean_divisor(call.arguments)
+    return named_as_mean(mean, part) if call.reduction == "mean" else mean
 
 
 class _LossCall:

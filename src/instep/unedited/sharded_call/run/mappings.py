@@ -29,6 +29,7 @@ from instep.training.blocks import Block
 from instep.training.pytree import flatten, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
+from instep.unedited.sharded_call.shards.node_names import named_like
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
@@ -52,7 +53,8 @@ def gather_from_region(
     """The rows of all shards, of which each may have several per sample. Collective."""
     if not any(map(_needs_grad, parts)):
         return gather_rows(parts, blocks, dim, group, order)
-    whole: Tensor = apply(_GatherFromRegion, blocks, dim, group, order, *parts)
+    gather = named_like(_GatherFromRegion, parts[0])
+    whole: Tensor = apply(gather, blocks, dim, group, order, *parts)
     return whole
 
 
@@ -60,7 +62,7 @@ def reduce_from_region(
     parts: Sequence[Tensor], weights: Sequence[float], group: ShardGroup
 ) -> Tensor:
     """The sum over shards of each one's tensor times its weight. Collective."""
-    total: Tensor = apply(_ReduceFromRegion, weights, group, *parts)
+    total: Tensor = apply(named_like(_ReduceFromRegion, parts[0]), weights, group, *parts)
     return total
 
 
@@ -74,7 +76,7 @@ def copy_to_region(
 
 def reduce_in_region(parts: Sequence[Tensor], group: ShardGroup) -> tuple[Tensor, ...]:
     """For each shard the sum over shards; its gradient is a sum over shards, too. Collective."""
-    totals: tuple[Tensor, ...] = apply(_ReduceInRegion, group, *parts)
+    totals: tuple[Tensor, ...] = apply(named_like(_ReduceInRegion, parts[0]), group, *parts)
     return totals
 
 

@@ -35,6 +35,7 @@ from instep.unedited.sharded_call.run.mappings import (
     gather_rows,
     scatter_to_region,
 )
+from instep.unedited.sharded_call.shards.node_names import named_like
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CHANNEL, _CHANNELS = 1 << 20, 1 << 20
@@ -93,7 +94,7 @@ class ShardedOutput(Tensor):
         local: Tensor, block: Block, group: ShardGroup, order: MemoryOrder | None = None
     ) -> ShardedOutput:
         """The rows of all ranks, to be gathered when an operation needs them."""
-        output: ShardedOutput = apply(_Shard, local, block, group)
+        output: ShardedOutput = apply(named_like(_Shard, local), local, block, group)
         output.local, output.block, output.group, output.order = local, block, group, order
         output.fulls = []
         output.number = number = next(_numbers) % _CHANNELS
@@ -111,7 +112,7 @@ class ShardedOutput(Tensor):
             ):
                 self.full = changed.view(self.shape)
             elif self.full is None:
-                self.full = apply(_FullTensor, self)
+                self.full = apply(named_like(_FullTensor, self.local), self)
                 self.fulls.append((self.full, versions([self.full])))
         return self.full
 

@@ -22,6 +22,7 @@ from instep.distributed.communication.transport import Transport
 from instep.process.patching import Function, replaced
 from instep.process.torch_private import script_operations
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.shards.node_names import named_as_mean
 
 Place = tuple[str, int, int]
 """Where a sum stands: the file, the first line of its function, and the instruction."""
@@ -175,6 +176,6 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answ
         count = sums.new_full((1,), tensor.numel() // max(1, sums.numel()))
         total = add_up(torch.cat((sums.reshape(-1), count)))
         mean = total[:-1].view(sums.shape) / total[-1]
-        return mean.to(call.kwargs.get("dtype") or tensor.dtype)
+        return named_as_mean(mean.to(call.kwargs.get("dtype") or tensor.dtype), sums)
 
     return answer
