@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -65,7 +65,10 @@ class Reference:
         self.before.note_values(call)
         attributes = TensorAttributes(call)
         watch = ArgumentWatch(call, call.args, call.kwargs)
-        requires_gradients, grads = _require_gradients(call), _grad_versions(call)
+        requires_gradients, grads = (
+            _require_gradients(call),
+            _grads(nn.Module.parameters(call.module)),
+        )
         self._plain_parameters = plain_parameters(call.module)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
@@ -99,7 +102,7 @@ class Reference:
         self._can_release = call.is_on_accelerator and is_plain
         self._leaves: list[Tensor] | None = None
         """Of its graph, once that is released."""
-        self._sets_grads = grads != _grad_versions(call)
+        self._sets_grads = grads != _grads(grads)
         """Whether a backward inside of it, say, has changed `.grad` of its parameters."""
         asks = requires_gradients != _require_gradients(call)
         self.used_by_others = used_by_others(self.outputs)
@@ -284,6 +287,7 @@ def _require_gradients(call: BoundCall) -> list[bool]:
     return [tensor.requires_grad for tensor in call.tensors]
 
 
-def _grad_versions(call: BoundCall) -> list[tuple[int, int] | None]:
-    grads = [parameter.grad for parameter in nn.Module.parameters(call.module)]
-    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+def _grads(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[int, int] | None]:
+    """The identity and version of `.grad` of each of these parameters that is a leaf."""
+    grads = {parameter: parameter.grad for parameter in parameters if parameter.is_leaf}
+    return {p: None if grad is None else (id(grad), grad._version) for p, grad in grads.items()}
