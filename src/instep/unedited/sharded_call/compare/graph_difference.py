@@ -13,15 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
+from instep.unedited.objects.graph_node import GraphNode, is_same
 from instep.unedited.objects.iterator_states import is_iterator
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import (
-    GraphNode,
-    ObjectGraph,
-    is_same,
-    is_variable,
-    join,
-)
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
 
 _ABSENT = object()
 

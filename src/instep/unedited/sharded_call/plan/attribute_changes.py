@@ -19,12 +19,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, SEQUENCES
+from instep.unedited.objects.graph_node import HOOK_TABLES, GraphNode
 from instep.unedited.objects.script_code import is_of_script
-from instep.unedited.sharded_call.plan.object_graph import (
-    HOOK_TABLES,
-    GraphNode,
-    ObjectGraph,
-)
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 
 MAX_TABLES = 512
 """How many containers beside the modules are looked at before each call."""

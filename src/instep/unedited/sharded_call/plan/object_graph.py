@@ -10,13 +10,9 @@ from __future__ import annotations
 import io
 import threading
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -24,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from instep.distributed.generator_states import describe_state, is_generator, is_global
+from instep.distributed.generator_states import is_generator, is_global
 from instep.process.torch_private import DisableTorchFunctionSubclass
-from instep.training.pytree import PLAIN, attributes_of, items_of
-from instep.unedited.objects.iterator_states import describe_iterator, is_iterator
+from instep.training.pytree import PLAIN
+from instep.unedited.objects.graph_node import HOOK_TABLES, MODULE_TABLES, GraphNode
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import functions_of, is_of_script, named_spaces, names_in
 
@@ -36,139 +32,10 @@ MAX_NODES = 4096
 MAX_ARRAY = 1 << 24
 """Larger arrays are not looked at, in bytes."""
 
-MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
-_FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _ABSENT = object()
-_DICTS = (OrderedDict, defaultdict, dict)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
 _EXTERNAL = (io.IOBase, threading.Thread)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *FUNCTIONS)
-
-
-def is_table(part: nn.Module, name: str) -> bool:
-    """Whether this attribute holds parameters, buffers or parts, as torch keeps them.
-
-    A recurrent layer has a list of its weights, too, which its forward makes anew where one of them
-    is another tensor, as a parametrised one is each time.
-    """
-    return name in MODULE_TABLES or (name in _FLAT_WEIGHTS and isinstance(part, nn.RNNBase))
-
-
-@dataclass(slots=True)
-class GraphNode:
-    """An object, and what it contained when it was visited."""
-
-    path: str
-    """The attribute or variable that leads to it, for messages."""
-    value: Any
-    names: tuple[str, ...] = ()
-    """Of a module's global variables those that count."""
-    contents: Any = None
-
-    def read(self) -> Any:
-        """What it contains now: values by name, values in order, or a state."""
-        value = self.value
-        if self.names:
-            return {name: value[name] for name in self.names if name in value}
-        if isinstance(value, nn.Module):
-            return {k: v for k, v in value.__dict__.items() if not is_table(value, k)}
-        if isinstance(value, dict):
-            return dict(_base_of(value).items(value))
-        if isinstance(value, list | tuple | deque):
-            return items_of(value)
-        if isinstance(value, set | frozenset):
-            return set(items_of(value))
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, types.CellType):
-            return [] if is_empty_cell(value) else [value.cell_contents]
-        if isinstance(value, ContextVar):
-            return [value.get(None)]
-        if isinstance(value, partial):
-            return [value.func, value.args, value.keywords]
-        if isinstance(value, type):
-            return {k: v for k, v in vars(value).items() if not k.startswith("__")}
-        return attributes_of(value) if _state_of(value) is None else _state_of(value)
-
-    def restore(self) -> None:
-        """Let it contain again what it did, unless that is a file's position."""
-        value, kept, now = self.value, self.contents, self.read()
-        if is_same(now, kept):
-            return
-        if isinstance(value, type):
-            for name in kept.keys() | now.keys():
-                _set_or_delete(value, name, kept.get(name, _ABSENT))
-        elif self.names or (isinstance(kept, dict) and not isinstance(value, dict)):
-            self._restore_names(kept, now)
-        elif isinstance(value, dict):
-            base = _base_of(value)
-            base.clear(value)
-            for key, each in kept.items():
-                base.__setitem__(value, key, each)
-        elif isinstance(value, list):
-            list.__setitem__(value, slice(None), kept)
-        elif isinstance(value, deque):
-            deque.clear(value)
-            deque.extend(value, kept)
-        elif isinstance(value, set):
-            set.clear(value)
-            set.update(value, kept)
-        elif isinstance(value, np.ndarray):
-            value[...] = kept
-        elif isinstance(value, types.CellType):
-            _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
-        elif isinstance(value, ContextVar):
-            value.set(kept[0])
-        elif isinstance(value, torch.Generator):
-            value.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
-
-    def _restore_names(self, kept: dict[str, Any], now: dict[str, Any]) -> None:
-        table = self.value if self.names else getattr(self.value, "__dict__", {})
-        for name in now.keys() - kept.keys():
-            if name in table:
-                del table[name]
-        for name, each in kept.items():
-            if name in table or name not in now:
-                table[name] = each
-            elif now[name] is not each:
-                object.__setattr__(self.value, name, each)
-
-
-def _base_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Python's own class of dicts that it belongs to: a subclass may forbid methods."""
-    return next(base for base in _DICTS if isinstance(value, base))
-
-
-def _set_or_delete(owner: Any, name: str, value: Any) -> None:
-    if value is not _ABSENT:
-        if getattr(owner, name, _ABSENT) is not value:
-            setattr(owner, name, value)
-    elif hasattr(owner, name):
-        delattr(owner, name)
-
-
-def is_same(now: Any, kept: Any) -> bool:
-    """Whether these contents are the same objects."""
-    if isinstance(now, dict):
-        return list(now) == list(kept) and all(map(is_, now.values(), kept.values()))
-    if isinstance(now, list):
-        return len(now) == len(kept) and all(map(is_, now, kept))
-    return isinstance(now, str | bytes | set) and bool(now == kept)
-
-
-def _state_of(value: Any) -> str | bytes | None:
-    """The state of a generator, an iterator or a file; None for other objects."""
-    if is_generator(value):
-        return describe_state(value)
-    if is_iterator(value):
-        return describe_iterator(value)
-    if isinstance(value, io.IOBase):
-        try:
-            return str(value.tell())
-        except (OSError, ValueError):  # no file, or closed
-            return "no position"
-    return None
 
 
 class ObjectGraph:

@@ -14,12 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, items_of
-from instep.unedited.sharded_call.plan.object_graph import (
-    HOOK_TABLES,
-    MAX_NODES,
-    MODULE_TABLES,
-    has_contents,
-)
+from instep.unedited.objects.graph_node import HOOK_TABLES, MODULE_TABLES
+from instep.unedited.sharded_call.plan.object_graph import MAX_NODES, has_contents
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
 MOVED = WholeReason(

@@ -27,9 +27,9 @@ from instep.training.pytree import (
     leaves_of,
     unflatten,
 )
+from instep.unedited.objects.graph_node import HOOK_TABLES, is_table
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import HOOK_TABLES, is_table
 
 
 @dataclass(frozen=True)
