@@ -32,6 +32,8 @@ _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull
 _OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE)
 _MULTI_GRAD_HOOKS = torch.autograd.graph.__file__
 """Where a hook on several tensors is registered on each of them."""
+_ENVIRONMENT = os.getenv.__code__.co_filename
+"""Where `os.environ` sets variables."""
 
 PRINTS = WholeReason("its forward prints", ReasonKind.SIDE_EFFECT)
 _LOGS = WholeReason("its forward logs", ReasonKind.SIDE_EFFECT)
@@ -50,10 +52,10 @@ class PendingWarning:
 class SideEffects:
     """The side effects of a forward on this thread."""
 
-    def __init__(self, *, is_silent: bool, is_file_error: bool) -> None:
+    def __init__(self, *, is_silent: bool, is_lasting_error: bool) -> None:
         self.is_silent = is_silent
         """Whether what it prints is dropped."""
-        self._is_file_error = is_file_error
+        self._is_lasting_error = is_lasting_error
         self.first: WholeReason | None = None
         """What it did first, which rules out sharding."""
         self.warnings: list[PendingWarning] = []
@@ -82,11 +84,10 @@ class SideEffects:
         for warning in self.warnings:
             warning.registry.pop(warning.key, None)
 
-    def note_file(self, path: str) -> None:
-        """Note that a file is about to be written. Raises ShardedCallError if it must not be."""
-        text = f"its forward writes files ({os.path.basename(path)})"
+    def note_lasting(self, text: str) -> None:
+        """Note what it is about to do and nobody drops. Raises ShardedCallError if it must not."""
         self.note(WholeReason(text, ReasonKind.SIDE_EFFECT))
-        if self._is_file_error and threading.current_thread() is self._thread:
+        if self._is_lasting_error and threading.current_thread() is self._thread:
             raise ShardedCallError(text)
 
 
@@ -102,12 +103,13 @@ def defer_warning(warning: PendingWarning) -> bool:
 
 
 @contextmanager
-def observed(*, is_silent: bool = False, is_file_error: bool = False) -> Iterator[SideEffects]:
+def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iterator[SideEffects]:
     """Inside, side effects are noted; with `is_silent` what is printed is dropped, and with
-    `is_file_error` to open a file for writing is a ShardedCallError."""
+    `is_lasting_error` to open a file for writing, or to set an environment variable, is a
+    ShardedCallError."""
     global _current
     _install_audit_hook()
-    effects = SideEffects(is_silent=is_silent, is_file_error=is_file_error)
+    effects = SideEffects(is_silent=is_silent, is_lasting_error=is_lasting_error)
     methods: list[tuple[object, str, object]] = [
         (owner, name, _noting_method(owner, name, effects)) for owner, name in _OF_GRADIENTS
     ]
@@ -198,14 +200,19 @@ def _noting_method(owner: type, name: str, effects: SideEffects) -> Any:
     effect = WholeReason(f"its forward looks at the gradient of a tensor ({name.lstrip('_')})")
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        while caller.f_back and caller.f_code.co_filename == _MULTI_GRAD_HOOKS:
-            caller = caller.f_back
-        if not is_library(caller.f_code.co_filename):
+        if not _is_by_library(_MULTI_GRAD_HOOKS):
             effects.note(effect)
         return method(*args, **kwargs)
 
     return noting if owner is Tensor else staticmethod(noting)
+
+
+def _is_by_library(file: str) -> bool:
+    """Whether a library has called the function that asks, or those of this file which did."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename == file:
+        frame = frame.f_back
+    return is_library(frame.f_code.co_filename)
 
 
 def _noting_unfreezing(effects: SideEffects) -> Function:
@@ -244,7 +251,13 @@ def _install_audit_hook() -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _current is None or event != "open":
+    if _current is None:
+        return
+    if event in ("os.putenv", "os.unsetenv"):
+        if not _is_by_library(_ENVIRONMENT):
+            _current.note_lasting("its forward sets environment variables")
+        return
+    if event != "open":
         return
     path, mode, flags = args
     if (
@@ -252,4 +265,5 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         and isinstance(path, str | bytes)
         and not any(c in os.fsdecode(path) for c in _CACHES)
     ):
-        _current.note_file(os.fsdecode(path))
+        name = os.path.basename(os.fsdecode(path))
+        _current.note_lasting(f"its forward writes files ({name})")

@@ -41,7 +41,7 @@ def run_watched(
     before, seen = Snapshot(call), versions(call.tensors)
     watch = ArgumentWatch(call, call.args, call.kwargs)
     readings = None
-    with observed(is_silent=True, is_file_error=True) as effects, flow.traced() as trace:
+    with observed(is_silent=True, is_lasting_error=True) as effects, flow.traced() as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
             group.transport,
