@@ -12,6 +12,7 @@ from instep.process.torch_private import set_version_counter
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.pytree import versions
 from instep.training.random_streams import RNGStates
+from instep.unedited.objects.graph_node import is_same
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
@@ -75,6 +76,9 @@ class Snapshot:
             for k, part in enumerate(self._parts)
             for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
+        namespaces = {path: vars(x) for path, x in self._parameters.items() if x is not None}
+        self._attributes = {path: dict(kept) for path, kept in namespaces.items()}
+        """What the script has written into the parameters themselves."""
         self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
@@ -89,7 +93,8 @@ class Snapshot:
         }
         """The parameters of a module that moves them are among them."""
         parts = dict(zip(self._names, self._parts, strict=True))
-        self.graph = ObjectGraph(parts, [*call.functions, *others])
+        written = [(path, kept) for path, kept in namespaces.items() if kept]
+        self.graph = ObjectGraph(parts, [*call.functions, *others, *written])
         self._tensors: list[BufferState] = []
         """Parameters, and tensors that others lead to: a backward may change them; a forward must
         not."""
@@ -183,6 +188,10 @@ class Snapshot:
         for name, parameter in after._parameters.items():
             if parameter is not self._parameters[name]:
                 return WholeReason(f"its forward makes the parameter {name} anew")
+        for name, attributes in after._attributes.items():
+            if not is_same(attributes, self._attributes[name]):
+                text = f"its forward sets attributes of the parameter {name}"
+                return WholeReason(text, ReasonKind.SIDE_EFFECT)
         if self._trained != after._trained:
             return FREEZES
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]

@@ -43,6 +43,7 @@ from instep.unedited.sharded_call.shards.large_weights import (
 from instep.unedited.sharded_call.shards.local_sums import (
     alias_for_shards,
     check_all_sparse,
+    count_as_parameter,
     is_alias_for_shard,
 )
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -98,7 +99,7 @@ def alias_parameters(
     """For each of this rank's shards, aliases of these parameters for the sharded call with these
     gradients.
 
-    They share the parameters' memory, and count as nn.Parameter.
+    They share the parameters' memory, have the same attributes, and count as nn.Parameter.
     """
     if group.is_virtual:  # buckets add up several calls before they are summed over the ranks
         own = _alias(parameters, gradients, None, [0] * len(parameters), group)
@@ -128,8 +129,8 @@ def _alias(
     aliases: tuple[Tensor, ...] = apply(_Alias, gradients, bucket, indices, group, *parameters)
     node: Any = aliases[0].grad_fn
     node._set_sequence_nr(_HIGHEST_PRIORITY)
-    for alias in aliases:
-        alias._is_param = True
+    for alias, parameter in zip(aliases, parameters, strict=True):
+        count_as_parameter(alias, parameter)
     return list(aliases)
 
 

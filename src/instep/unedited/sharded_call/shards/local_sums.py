@@ -30,11 +30,18 @@ def alias_for_shards(
     for group in _groups(parameters):
         aliases = apply(_SumOverShards, shards, *group)
         aliases[0].grad_fn._set_sequence_nr(sequence_number)
-        for alias in aliases:
-            alias._is_param = True
         for shard, own in enumerate(found):
-            own.extend(aliases[shard::shards])
+            of_shard = aliases[shard::shards]
+            for alias, parameter in zip(of_shard, group, strict=True):
+                count_as_parameter(alias, parameter)
+            own.extend(of_shard)
     return found
+
+
+def count_as_parameter(alias: Tensor, parameter: Tensor) -> None:
+    """Let an alias have the attributes of its parameter, and be an nn.Parameter for torch."""
+    vars(alias).update(vars(parameter))
+    vars(alias)["_is_param"] = True
 
 
 def is_alias_for_shard(node: Any) -> bool:
