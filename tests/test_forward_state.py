@@ -1,7 +1,11 @@
 """What a forward changes beside its outputs is as in one process, however it changes it."""
 
 import itertools
+import os
 import warnings
+from functools import partial
+from itertools import starmap
+from operator import add, mul, truediv
 
 import pytest
 import torch
@@ -134,6 +138,12 @@ def halving():
         rate /= 2
 
 
+def one_of_which_has_ended():
+    pairs = itertools.zip_longest([0.5], range(7), fillvalue=1)
+    next(pairs), next(pairs)
+    return starmap(add, pairs)
+
+
 class Annealed(nn.Linear):
     def __init__(self, rates):
         super().__init__(4, 4)
@@ -151,7 +161,39 @@ ITERATORS = {
     "of a dict": lambda: iter({3: 0, 2: 0, 1: 0, 5: 0, 4: 0}),
     "that begins anew": lambda: itertools.cycle([0.5, 0.25]),
     "of another one": lambda: map(float, filter(None, range(6))),
+    "of a product": lambda: starmap(mul, itertools.product((0.5, 0.4), (1, 2, 3))),
+    "of permutations": lambda: starmap(truediv, itertools.permutations((1, 2, 3), 2)),
+    "of combinations": lambda: starmap(truediv, itertools.combinations((1, 2, 3, 4), 2)),
+    "one of two": lambda: itertools.tee([0.5, 0.4, 0.3, 0.2, 0.1])[1],
+    "of the longest": one_of_which_has_ended,
+    "of a function": lambda: iter(partial(next, itertools.count(1)), 0),
 }
+
+
+class WithAttribute(nn.Linear):
+    """Counts its calls in its weight itself."""
+
+    def forward(self, x):
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1
+        return super().forward(x) * self.weight.calls
+
+
+class InEnvironment(nn.Linear):
+    """Counts in a variable of the environment every so many calls."""
+
+    def __init__(self, every):
+        super().__init__(4, 4)
+        self.every, self.calls = every, 0
+        os.environ["INSTEP_TEST_COUNT"] = "0"
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            os.environ["INSTEP_TEST_COUNT"] = str(self.count() + 1)
+        return super().forward(x) * (1 + self.count())
+
+    def count(self):
+        return int(os.environ["INSTEP_TEST_COUNT"])
 
 
 class Explained(nn.Linear):
@@ -240,6 +282,18 @@ def of_class():
     return trained(Counted(4, 4), lambda _: [Counted.calls, *Counted.sizes])
 
 
+def in_class_of_closure():
+    class Calls:
+        count = 0
+
+    class OfClosure(nn.Linear):
+        def forward(self, x):
+            Calls.count += 1
+            return super().forward(x) * Calls.count
+
+    return trained(OfClosure(4, 4), lambda _: Calls.count)
+
+
 def with_hook():
     model, norms = nn.Linear(4, 4), []
     model.weight.register_hook(lambda grad: norms.append(float(grad.norm())))
@@ -259,6 +313,10 @@ CASES = {
     "a global tensor": of_global,
     "a global module": of_teacher,
     "attributes of the class": of_class,
+    "attributes of a class of the closure": in_class_of_closure,
+    "an attribute of a parameter": lambda: trained(WithAttribute(4, 4), lambda m: m.weight.calls),
+    "a variable of the environment": lambda: trained(InEnvironment(1), InEnvironment.count),
+    "one that changes later": lambda: trained(InEnvironment(6), InEnvironment.count, 8),
     **{
         f"an iterator, {name}": lambda make=make: trained(Annealed(make()), lambda _: 0)
         for name, make in ITERATORS.items()
@@ -336,6 +394,21 @@ def test_what_a_forward_changes_is_as_in_one_process(case):
         found = CASES[case]()
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.scale
+
+
+@ranks(2)
+def test_parameters_have_their_attributes_in_divided_calls():
+    model, x = Scaled(4, 4), torch.randn(6, 4)
+    model.weight.scale = 3
+    expected = model(x)
+    with sharding():
+        torch.testing.assert_close(model(x), expected)
+    assert modules.call_counts.sharded == 1
 
 
 def large_rows():

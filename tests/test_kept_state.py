@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import gc
 import io
 import itertools
 import logging
+import multiprocessing
 import random
 import sys
 import tempfile
+import threading
 import types
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.queues import Queue as ProcessQueue
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from queue import Queue, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -51,6 +60,8 @@ class Settings:
 
 
 meter, rows_seen = AverageMeter(), 0
+meters: list[AverageMeter] = []
+"""They are referred to weakly elsewhere."""
 totals: defaultdict[str, int] = defaultdict(int)
 
 
@@ -84,6 +95,15 @@ def add_to_dict(module: Any, x: Tensor) -> None:
     module.kept["rows"] = module.kept.get("rows", 0) + len(x)
 
 
+def add_to_list(module: Any, x: Tensor) -> None:
+    next(iter(module.kept.values())).append(len(x))
+
+
+def referring_weakly() -> WeakValueDictionary[str, AverageMeter]:
+    meters.append(AverageMeter())
+    return WeakValueDictionary(meter=meters[-1])
+
+
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
     "list": (list, lambda m, x: m.kept.append(len(x))),
     "nested list": (lambda: {"a": [[]]}, lambda m, x: m.kept["a"][0].append(len(x))),
@@ -99,6 +119,31 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
         lambda m, x: setattr(m.kept, "rows", m.kept.rows + len(x)),
     ),
     "array": (lambda: np.zeros(2), lambda m, x: m.kept.__setitem__(0, m.kept[0] + len(x))),
+    "bytes": (bytearray, lambda m, x: m.kept.append(len(x))),
+    "array of numbers": (lambda: array("d"), lambda m, x: m.kept.append(len(x))),
+    "array of objects": (
+        lambda: np.array([0, None]),
+        lambda m, x: m.kept.__setitem__(0, m.kept[0] + len(x)),
+    ),
+    "queue": (Queue, lambda m, x: m.kept.put(len(x))),
+    "simple queue": (SimpleQueue, lambda m, x: m.kept.put(len(x))),
+    "queue of processes": (multiprocessing.Queue, lambda m, x: m.kept.put(len(x))),
+    "shared number": (
+        lambda: multiprocessing.Value("i", 0),
+        lambda m, x: setattr(m.kept, "value", m.kept.value + len(x)),
+    ),
+    "proxy": (lambda: types.MappingProxyType({"rows": []}), add_to_list),
+    "weak keys": (lambda: WeakKeyDictionary({Settings: []}), add_to_list),
+    "weak values": (referring_weakly, lambda m, x: m.kept["meter"].update(2.0, len(x))),
+    "of a thread": (
+        threading.local,
+        lambda m, x: setattr(m.kept, "rows", getattr(m.kept, "rows", 0) + len(x)),
+    ),
+    "error": (
+        lambda: ValueError(0),
+        lambda m, x: setattr(m.kept, "args", (m.kept.args[0] + len(x),)),
+    ),
+    "csv writer": (lambda: csv.writer(io.StringIO()), lambda m, x: m.kept.writerow([len(x)])),
     "count": (itertools.count, lambda m, x: next(m.kept)),
     "numpy generator": (lambda: np.random.default_rng(0), lambda m, x: x.mul(m.kept.random())),
     "python generator": (lambda: random.Random(0), lambda m, x: m.kept.random()),
@@ -117,6 +162,19 @@ def state_of(kept: Any) -> Any:
         return kept.bit_generator.state
     if isinstance(kept, random.Random):
         return kept.getstate()
+    if isinstance(kept, Queue | SimpleQueue | ProcessQueue):
+        return [kept.get() for _ in range(kept.qsize())]
+    if isinstance(kept, types.MappingProxyType | WeakKeyDictionary | WeakValueDictionary):
+        return [state_of(each) for each in kept.values()]
+    if isinstance(kept, Synchronized):
+        return kept.value
+    if isinstance(kept, ValueError):
+        return kept.args
+    if isinstance(kept, threading.local):
+        return vars(kept)
+    if isinstance(kept, type(csv.writer(io.StringIO()))):
+        owners = [getattr(part, "__self__", None) for part in gc.get_referents(kept)]
+        return [state_of(owner) for owner in owners if owner is not None]
     return kept.getvalue() if isinstance(kept, io.StringIO) else kept
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import types
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.queues import Queue as ProcessQueue
 from operator import is_
 from typing import Any
 
@@ -17,12 +20,14 @@ from torch import nn
 
 from instep.distributed.generator_states import describe_state, is_generator
 from instep.training.pytree import attributes_of, items_of
+from instep.unedited.objects.inner_values import WITH_INNER_VALUES, inner_values
 from instep.unedited.objects.iterator_states import describe_iterator, is_iterator
 from instep.unedited.objects.referents import is_empty_cell
 
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
 _FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
 
@@ -61,7 +66,9 @@ class GraphNode:
         if isinstance(value, set | frozenset):
             return set(items_of(value))
         if isinstance(value, np.ndarray):
-            return value.copy()
+            return list(value.flat) if value.dtype == object else value.copy()
+        if isinstance(value, bytearray | array):
+            return _numbers_in(value)
         if isinstance(value, types.CellType):
             return [] if is_empty_cell(value) else [value.cell_contents]
         if isinstance(value, ContextVar):
@@ -70,7 +77,12 @@ class GraphNode:
             return [value.func, value.args, value.keywords]
         if isinstance(value, type):
             return {k: v for k, v in vars(value).items() if not k.startswith("__")}
-        return attributes_of(value) if _state_of(value) is None else _state_of(value)
+        if isinstance(value, WITH_INNER_VALUES):
+            return inner_values(value)
+        if isinstance(value, BaseException):
+            return attributes_of(value) | {"args": value.args}
+        state = _state_of(value)
+        return attributes_of(value) if state is None else state
 
     def restore(self) -> None:
         """Let it contain again what it did, unless that is a file's position."""
@@ -96,7 +108,15 @@ class GraphNode:
             set.clear(value)
             set.update(value, kept)
         elif isinstance(value, np.ndarray):
-            value[...] = kept
+            if value.dtype == object:
+                for index, each in zip(np.ndindex(value.shape), kept, strict=True):
+                    value[index] = each
+            else:
+                value[...] = kept
+        elif isinstance(value, bytearray):
+            value[:] = kept.tobytes()
+        elif isinstance(value, array):
+            value[:] = array(value.typecode, kept.tobytes())
         elif isinstance(value, types.CellType):
             _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
         elif isinstance(value, ContextVar):
@@ -138,8 +158,14 @@ def is_same(now: Any, kept: Any) -> bool:
     return isinstance(now, str | bytes | set) and bool(now == kept)
 
 
+def _numbers_in(value: bytearray | array[Any]) -> np.ndarray[Any, Any]:
+    code = value.typecode if isinstance(value, array) else "B"
+    return np.frombuffer(bytes(value), code if code in "bBhHiIlLqQfd" else np.uint8)
+
+
 def _state_of(value: Any) -> str | bytes | None:
-    """The state of a generator, an iterator or a file; None for other objects."""
+    """The state of a generator, an iterator, a file, or of what processes share; None for other
+    objects."""
     if is_generator(value):
         return describe_state(value)
     if is_iterator(value):
@@ -149,4 +175,11 @@ def _state_of(value: Any) -> str | bytes | None:
             return str(value.tell())
         except (OSError, ValueError):  # no file, or closed
             return "no position"
+    if isinstance(value, ProcessQueue):
+        try:
+            return str(value.qsize())
+        except (NotImplementedError, OSError, ValueError):  # on macOS, or closed
+            return "no length"
+    if isinstance(value, C_DATA):
+        return bytes(value)
     return None

@@ -6,18 +6,24 @@ import gc
 import itertools
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from operator import length_hint
 from typing import Any
 
 from instep.process.patching import ignored_warnings
 from instep.training.pytree import PLAIN
+from instep.unedited.objects.inner_values import CALLING_ITERATOR
 
 _MODULES = ("builtins", "itertools")
+_COUNTING: tuple[type, ...] = (itertools.cycle, *map(type, itertools.tee((), 1)))
+"""They count by themselves which of the values that they keep is the next one."""
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether this is an iterator of Python's own: a generator, a counter, one over a list..."""
-    return type(value).__module__ in _MODULES and isinstance(value, Iterator)
+    """Whether this is an iterator of Python's own: a generator, a counter, one over a list...
+    How far `iter(function, sentinel)` has come is told by what the function leads to."""
+    is_own = type(value).__module__ in _MODULES and isinstance(value, Iterator)
+    return is_own and not isinstance(value, CALLING_ITERATOR)
 
 
 def describe_iterator(value: Any) -> str:
@@ -30,21 +36,22 @@ def describe_iterator(value: Any) -> str:
     left = length_hint(value, -1)
     if left >= 0:
         return str(left)
-    parts = (
-        _parts_of_cycle(value) if isinstance(value, itertools.cycle) else gc.get_referents(value)
-    )
-    # `map` and `zip` have theirs in a tuple.
-    found = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
-    return repr([describe_iterator(each) for each in found if is_iterator(each)])
+    # `map` and `zip` have theirs in a tuple, `product` its last value. That of `zip_longest` may
+    # have empty places, at which Python's own loop would crash.
+    found = [
+        each
+        for part in _parts_of(value)
+        for each in (gc.get_referents(part) if isinstance(part, tuple) else (part,))
+    ]
+    return repr([describe_iterator(each) if is_iterator(each) else id(each) for each in found])
 
 
-def _parts_of_cycle(value: Any) -> list[Any]:
-    """What goes through its values now; after the first round it does so by itself."""
-    with ignored_warnings("Pickle, copy, and deepcopy support"):
-        try:
-            return list(value.__reduce__()[1])
-        except TypeError:  # from Python 3.14 on
-            return gc.get_referents(value)
+def _parts_of(value: Any) -> list[Any]:
+    """Where it stands: other iterators, its last value, or what tells how far it has come."""
+    if isinstance(value, _COUNTING):
+        with ignored_warnings("Pickle, copy, and deepcopy support"), suppress(TypeError):
+            return list(value.__reduce__()[1:])  # no more from Python 3.14 on
+    return gc.get_referents(value)
 
 
 def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def named_spaces(function: types.FunctionType) -> Iterator[tuple[str, dict[str, 
     space = function.__globals__
     yield "", space
     for name in names_in(function.__code__):
-        value = space.get(name)
+        value = space.get(name, sys.modules.get(name))  # it may be imported inside the function
         if isinstance(value, types.ModuleType) and is_of_script(value):
             yield f"{name}.", vars(value)
 

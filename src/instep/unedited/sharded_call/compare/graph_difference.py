@@ -68,7 +68,8 @@ def find_change(
             name = type(node.value).__name__
             return f"its forward takes the next value of a {name} ({node.path})"
         if node.path in after.external | before.external:
-            return f"its forward writes to a file or a thread ({node.path})"
+            where = "a file, a queue, a thread or shared memory"
+            return f"its forward writes to {where} ({node.path})"
         if isinstance(node.contents, str):
             return f"its forward draws from {node.path}, a {type(node.value).__name__}"
     return None

@@ -7,12 +7,16 @@ script's own modules name. The graph ends at tensors and at objects of torch.
 
 from __future__ import annotations
 
+import ctypes
 import io
+import queue
 import threading
 import types
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum
+from multiprocessing.queues import Queue as ProcessQueue
 from typing import Any
 
 import numpy as np
@@ -23,7 +27,8 @@ from torch.distributions import Distribution
 from instep.distributed.generator_states import is_generator, is_global
 from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN
-from instep.unedited.objects.graph_node import HOOK_TABLES, MODULE_TABLES, GraphNode
+from instep.unedited.objects.graph_node import C_DATA, HOOK_TABLES, MODULE_TABLES, GraphNode
+from instep.unedited.objects.inner_values import WITH_INNER_VALUES
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import functions_of, is_of_script, named_spaces, names_in
 
@@ -34,7 +39,9 @@ MAX_ARRAY = 1 << 24
 
 _ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
-_EXTERNAL = (io.IOBase, threading.Thread)
+_EXTERNAL = (io.IOBase, threading.Thread, queue.SimpleQueue, ProcessQueue, *C_DATA)
+_CONTAINERS = (list, dict, set, deque, bytearray, array)
+_LOOKED_INTO = (nn.Module, Distribution, *WITH_INNER_VALUES)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *FUNCTIONS)
 
 
@@ -53,7 +60,7 @@ class ObjectGraph:
         self.tensors: dict[int, tuple[Tensor, str, int]] = {}
         """Each tensor with its path and its version."""
         self.external: set[str] = set()
-        """The paths that lead to a file or a thread."""
+        """The paths that lead to what cannot be set back: a file, a queue, a thread..."""
         self._waiting: deque[tuple[str, Any]] = deque()
         self._code: deque[Any] = deque()
         """Functions and classes whose variables are not looked at yet."""
@@ -151,7 +158,7 @@ class ObjectGraph:
             if any(map(_is_state, vars(code).items())):
                 self._look_at_root(id(code), GraphNode(code.__name__, code))
             self._code.extend(functions_of(code))
-        self._code.extend(code.__bases__)
+        self._code += [*code.__bases__, type(code)]
 
     def _follow_function(self, function: types.FunctionType) -> None:
         if vars(function):
@@ -163,9 +170,11 @@ class ObjectGraph:
                 self._visit_root(f"variable {name}", value)
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
-            if not (
-                is_empty_cell(cell) or self._look_beyond(f"variable {name}", cell.cell_contents)
-            ):
+            if is_empty_cell(cell):
+                continue
+            if isinstance(cell.cell_contents, type):
+                self._look_at_class(cell.cell_contents)
+            elif not self._look_beyond(f"variable {name}", cell.cell_contents):
                 self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
         for prefix, space in named_spaces(function):
             names = names_in(function.__code__)
@@ -176,14 +185,17 @@ class ObjectGraph:
         for name in names:
             value = space.get(name, _ABSENT)
             if isinstance(value, type):
-                if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
-                    self._look_at_root(id(value), GraphNode(value.__name__, value))
-                    self._code.append(value)
+                self._look_at_class(value)
             elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
                 held.append(name)
         if held:
             node = GraphNode(prefix + ", ".join(held[:3]), space, tuple(held))
             self._look_at_root((id(space), node.names), node, prefix)
+
+    def _look_at_class(self, value: type) -> None:
+        if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
+            self._look_at_root(id(value), GraphNode(value.__name__, value))
+            self._code.append(value)
 
     def _look_beyond(self, path: str, value: Any) -> bool:
         """Look at what a function or a module leads to; returns whether this is one, or a class."""
@@ -196,7 +208,7 @@ class ObjectGraph:
 
     def _visit_owner(self, path: str, owner: Any) -> None:
         """Look at the object of which a function is a method, if it may hold state."""
-        is_state = isinstance(owner, list | dict | set | deque) or (
+        is_state = isinstance(owner, (*_CONTAINERS, *_EXTERNAL, queue.Queue)) or (
             is_generator(owner) and not is_global(owner)
         )
         if isinstance(owner, nn.Module):
@@ -238,15 +250,20 @@ def _is_looked_at(value: Any) -> bool:
 def _is_state(attribute: tuple[str, Any]) -> bool:
     """Whether this attribute of a class may hold state."""
     name, value = attribute
-    is_kept = isinstance(value, (int, float, list, dict, set, deque, Tensor))
+    is_kept = isinstance(value, (int, float, *_CONTAINERS, np.ndarray, Tensor))
     return is_kept and not name.startswith("__")
 
 
 def has_contents(value: Any) -> bool:
     """Whether something may be in this that counts: not in objects of torch, for example."""
     if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject and value.nbytes <= MAX_ARRAY
-    if isinstance(value, nn.Module | Distribution) or is_generator(value):
+        is_known = value.dtype == object or not value.dtype.hasobject
+        return is_known and value.nbytes <= MAX_ARRAY
+    if isinstance(value, bytearray | array):
+        return len(value) * getattr(value, "itemsize", 1) <= MAX_ARRAY
+    if isinstance(value, C_DATA):
+        return ctypes.sizeof(value) <= MAX_ARRAY
+    if isinstance(value, _LOOKED_INTO) or is_generator(value):
         return True
     cls = type(value)
     return not isinstance(value, _ENDS) and cls.__module__.partition(".")[0] not in _OPAQUE
