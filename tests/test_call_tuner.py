@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,16 +49,24 @@ class Clock:
         self.now += self.costs[current_region() is not None]
 
 
-timed = threading.local()
-"""The clock, and as `seen` the rows of each call: nobody looks at it for what a forward changes."""
+class Timing:
+    """The clock, and the rows of each call."""
+
+    clock: Clock
+    seen: list[int]
+
+
+timing = Timing()
+timed = weakref.ref(timing)
+"""Nobody looks behind it for what a forward changes."""
 
 
 class Timed(nn.Linear):
     """A layer that moves the clock on in its forward, and in its backward."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        timed.clock.compute()
-        timed.seen.append(len(input))
+        timed().clock.compute()
+        timed().seen.append(len(input))
         return super().forward(input)
 
 
@@ -67,8 +74,8 @@ class Timed(nn.Linear):
 def tuning(sharded: float, whole: float, divide: str = "auto") -> Iterator[None]:
     """Inside, module calls are sharded where that takes less time by this clock."""
     before, os.environ["INSTEP_DIVIDE"] = os.environ["INSTEP_DIVIDE"], divide
-    timed.clock, timed.seen = Clock(sharded, whole), []
-    real_clock, timed_calls.clock = timed_calls.clock, timed.clock
+    timed().clock, timed().seen = Clock(sharded, whole), []
+    real_clock, timed_calls.clock = timed_calls.clock, timed().clock
     patched = PatchHandle(SHARDED_CALL_PATCHES)
     modules.reset()
     try:
@@ -93,7 +100,7 @@ def last_rows(calls: int, model: nn.Module, rows: int, *, backward: bool = True)
         if backward:
             model.zero_grad()
             output.sum().backward()
-    return timed.seen[-1]
+    return timed().seen[-1]
 
 
 @ranks(2, 3)
@@ -124,7 +131,7 @@ def test_other_shapes_are_timed_anew_and_a_choice_stays() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
         assert last_rows(12, model, 12) == 12
-        timed.clock.costs = {True: 1.0, False: 3.0}
+        timed().clock.costs = {True: 1.0, False: 3.0}
         assert last_rows(20, model, 12) == 12
         assert last_rows(12, model, 64) == 32
         assert last_rows(1, model, 12) == 12
@@ -135,7 +142,7 @@ def test_after_a_while_both_are_timed_again() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
         assert last_rows(12, model, 12) == 12
-        timed.clock.costs = {True: 1.0, False: 3.0}
+        timed().clock.costs = {True: 1.0, False: 3.0}
         assert last_rows(FIRST_CALLS, model, 12) == 6
 
 
@@ -165,7 +172,7 @@ def test_the_numbers_are_those_of_one_process_whichever_is_chosen() -> None:
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    timed.clock, timed.seen = Clock(1.0, 1.0), []
+    timed().clock, timed().seen = Clock(1.0, 1.0), []
     expected = train()
     for costs in ((1.0, 3.0), (3.0, 1.0)):
         with tuning(*costs):
@@ -194,11 +201,11 @@ def test_calls_before_one_backward_are_computed_alike() -> None:
     with tuning(sharded=3.0, whole=1.0):
         for _ in range(12):
             x = different_rows(12, 4)
-            timed.seen.clear()
+            timed().seen.clear()
             for _ in range(5):
                 x = model(x.detach()) + x
             x.sum().backward()
-        assert timed.seen == [12] * 5
+        assert timed().seen == [12] * 5
 
 
 @pytest.mark.parametrize(
@@ -278,7 +285,7 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
         assert entry.calls <= 3
         for _ in range(20):
             model(different_rows(1, 12, 4)).sum().backward()
-        assert timed.seen[-1] == 6
+        assert timed().seen[-1] == 6
 
 
 class Joined(nn.Module):
@@ -290,8 +297,8 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(x)
-        if timed.seen[-1] < len(x):
-            timed.clock.now += self.joining
+        if timed().seen[-1] < len(x):
+            timed().clock.now += self.joining
         return y * torch.arange(len(y)).unsqueeze(1)
 
 
@@ -332,7 +339,7 @@ def test_of_many_calls_before_a_backward_the_first_ones_are_compared(
     model = Timed(4, 3)
 
     def takes_long(grad: Tensor) -> None:
-        timed.clock.now += 50.0
+        timed().clock.now += 50.0
 
     with tuning(sharded=sharded, whole=1.0):
         for _ in range(12):
@@ -341,7 +348,7 @@ def test_of_many_calls_before_a_backward_the_first_ones_are_compared(
             for _ in range(calls):
                 total = total + model(different_rows(12, 4))
             total.sum().backward()
-        assert timed.seen[-1] == rows
+        assert timed().seen[-1] == rows
 
 
 @ranks(2)
@@ -350,7 +357,7 @@ def test_calls_that_no_backward_ever_reaches_are_compared_as_well() -> None:
     with tuning(sharded=1.0, whole=3.0):
         for _ in range(6 * (timed_calls.MAX_CALLS + timed_calls._MAX_SKIPPED)):
             model(different_rows(12, 4))
-        assert timed.seen[-1] == 6
+        assert timed().seen[-1] == 6
 
 
 @ranks(2)
@@ -446,7 +453,7 @@ def test_calls_that_are_chosen_to_be_whole_are_counted_as_whole() -> None:
         last_rows(2, model, 12, backward=False)
         (tuner,) = plan_cache.all_tuners
         before = {**tuner.elements}
-        timed.seen.clear()
+        timed().seen.clear()
         last_rows(30, model, 12, backward=False)
-        sharded, whole = (48 * timed.seen.count(rows) for rows in (6, 12))
+        sharded, whole = (48 * timed().seen.count(rows) for rows in (6, 12))
         assert tuner.elements == {True: before[True] + sharded, False: before[False] + whole}

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from instep.process.torch_private import set_version_counter
+from instep.process.torch_private import COMPILER_NOTES, set_version_counter
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.pytree import versions
 from instep.training.random_streams import RNGStates
@@ -77,7 +77,10 @@ class Snapshot:
             for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
         namespaces = {path: vars(x) for path, x in self._parameters.items() if x is not None}
-        self._attributes = {path: dict(kept) for path, kept in namespaces.items()}
+        self._attributes = {
+            path: {k: v for k, v in kept.items() if not k.startswith(COMPILER_NOTES)}
+            for path, kept in namespaces.items()
+        }
         """What the script has written into the parameters themselves."""
         self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
@@ -93,7 +96,7 @@ class Snapshot:
         }
         """The parameters of a module that moves them are among them."""
         parts = dict(zip(self._names, self._parts, strict=True))
-        written = [(path, kept) for path, kept in namespaces.items() if kept]
+        written = [(path, namespaces[path]) for path, kept in self._attributes.items() if kept]
         self.graph = ObjectGraph(parts, [*call.functions, *others, *written])
         self._tensors: list[BufferState] = []
         """Parameters, and tensors that others lead to: a backward may change them; a forward must
