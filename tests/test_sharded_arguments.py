@@ -4,8 +4,8 @@ objects that a forward changes.
 
 from __future__ import annotations
 
-import threading
 import warnings
+import weakref
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -298,15 +298,20 @@ class Batch:
     scale: float = 1.0
 
 
-counted: Any = threading.local()
-"""`computed`, the rows: where nobody looks for what a forward changes."""
+class RowCount:
+    computed = 0
+
+
+row_count = RowCount()
+counted: Any = weakref.ref(row_count)
+"""Nobody looks behind it for what a forward changes."""
 
 
 class Reading(Around):
     """Turns captions into numbers by itself."""
 
     def forward(self, batch: Batch) -> SimpleNamespace:
-        counted.computed += len(batch.x)
+        counted().computed += len(batch.x)
         words = torch.tensor([len(caption) for caption in batch.captions]).double()
         seen = torch.tensor(batch.lengths).double()
         scores = self.body(batch.x * batch.scale) * words[:, None] + seen[:, None]
@@ -320,7 +325,7 @@ def batch_of(x: Tensor, y: Tensor, step: int) -> Batch:
 
 def captions(log: Log) -> None:
     model, steps = Reading(), [0]
-    counted.computed = 0
+    counted().computed = 0
     rows = 0
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -336,7 +341,7 @@ def captions(log: Log) -> None:
     if torch.distributed.is_initialized():
         entries = _plans[model].entries
         assert len(entries) == 1
-        assert counted.computed < 0.8 * rows  # a third of most batches, all of some
+        assert counted().computed < 0.8 * rows  # a third of most batches, all of some
 
 
 def test_captions_and_lists_of_numbers_are_sharded_with_the_rows() -> None:
