@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import components
+from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.interrupt_coordinator import (
     NO_COLLECTIVE_POLLS,
@@ -373,3 +374,23 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path, me
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("[0, 1, 2, 3]\n", "")
+
+
+def test_an_exception_of_a_signals_handler_is_known_as_one():
+    def leave(number, frame):
+        sys.exit("by a signal")
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit) as by_signal:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        known = interrupts.is_from_signal(by_signal.value)
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(SystemExit) as by_script:
+        sys.exit("by the script")
+    assert known
+    assert not interrupts.is_from_signal(by_script.value)
+    with pytest.raises(KeyboardInterrupt) as here:  # in a process that waits for no other
+        raise KeyboardInterrupt
+    assert interrupts.is_from_signal(here.value)

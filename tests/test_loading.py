@@ -34,8 +34,9 @@ from torch.utils.data import (
 )
 
 import instep
+from instep.distributed.watchdog import interrupts
 from instep.errors import DisagreementError, LoadingError
-from instep.process.patching import PatchHandle
+from instep.process.patching import PatchHandle, replaced
 from instep.unedited.data import loaders
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
@@ -371,6 +372,40 @@ def test_the_first_error_of_a_batch_is_raised_on_every_rank_and_the_loop_may_go_
     assert same(plain, divided), (plain, divided)
     with pytest.raises((PickyError, LoadingError), match="no picture 5"):
         list(batches(DataLoader(Counting(12, broken_at((5, 7), PickyError)), 4)))
+
+
+class LeaveError(BaseException):
+    """No Exception, as SystemExit is none."""
+
+
+@pytest.mark.parametrize("error", [LeaveError, SystemExit, KeyboardInterrupt])
+@ranks(2)
+def test_what_is_no_exception_is_raised_on_every_rank_too(error):
+    def load(way):
+        loop = way(DataLoader(Counting(12, broken_at((5, 7), error)), 4))
+        first = next(loop)
+        with pytest.raises(error, match="no picture 5"):
+            next(loop)
+        return first, list(loop)
+
+    with replaced((interrupts, "_process", os.getpid())):  # as in a job, which handles Ctrl-C
+        assert same(load(iter), load(batches))
+
+
+@ranks(2)
+def test_what_a_sampler_raises_is_raised_on_every_rank():
+    def numbers():
+        yield from range(6)
+        sys.exit("no picture 6")
+
+    def load(way):
+        loop = way(DataLoader(Counting(12, lambda index: index), 4, sampler=numbers()))
+        first = next(loop)
+        with pytest.raises(SystemExit, match="no picture 6"):
+            next(loop)
+        return first, instep.all_gather(torch.ones(1))
+
+    assert same(load(iter), load(batches))
 
 
 @ranks(2)

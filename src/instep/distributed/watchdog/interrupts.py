@@ -216,6 +216,15 @@ def _call_handler(frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def is_from_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised this exception, of which only this rank may know."""
+    if isinstance(error, KeyboardInterrupt) and os.getpid() != _process:
+        return True  # Python's own handler leaves no trace
+    handlers = [_on_sigint, *map(signal.getsignal, signal.valid_signals())]
+    codes = [getattr(handler, "__code__", None) for handler in handlers]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def _interrupt_at_next_line(frame: FrameType | None) -> None:
     """Interrupt at the script's next line: the call that it has made now returns first."""
     before = sys.gettrace()

@@ -59,7 +59,7 @@ class ExchangedBatch:
     collated: Any = None
     samples: list[Any] | None = None
     """If they are not collated yet."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """If there is no batch: the error of the first rank that raised one."""
 
     @property
@@ -95,7 +95,7 @@ class ExchangedBatch:
 
 
 def exchange_rows(
-    rows: LoadedRows | Exception, plan: LoadPlan, transport: ExchangeTransport
+    rows: LoadedRows | BaseException, plan: LoadPlan, transport: ExchangeTransport
 ) -> ExchangedBatch:
     """Exchange this rank's rows, or the error that was raised as it loaded them. Collective.
 
@@ -145,9 +145,9 @@ def _describe_batch(header: ExchangeHeader) -> str:
     return "none left" if checksum is None else f"samples with digest {checksum:08x}"
 
 
-def _make_header(rows: LoadedRows | Exception, plan: LoadPlan, rank: int) -> ExchangeHeader:
+def _make_header(rows: LoadedRows | BaseException, plan: LoadPlan, rank: int) -> ExchangeHeader:
     checksum = plan.checksum()
-    if isinstance(rows, Exception):
+    if isinstance(rows, BaseException):
         trace = format_exception(rows)
         error = rows if can_pickle(rows) else LoadingError(rank, type(rows).__name__, trace)
         return ExchangeHeader(checksum, error=pickle.dumps(error), trace=trace)
@@ -163,15 +163,15 @@ def _nbytes(rows: LoadedRows) -> int:
 
 
 def _first_error(
-    headers: Sequence[ExchangeHeader], rows: LoadedRows | Exception, this_rank: int
-) -> Exception | None:
+    headers: Sequence[ExchangeHeader], rows: LoadedRows | BaseException, this_rank: int
+) -> BaseException | None:
     """The error of the first rank that has one: of the first sample that cannot be loaded."""
     rank = next((rank for rank, header in enumerate(headers) if header.error), None)
     if rank is None:
         return None
-    if rank == this_rank and isinstance(rows, Exception):
+    if rank == this_rank and isinstance(rows, BaseException):
         return rows
-    error: Exception = pickle.loads(headers[rank].error)
+    error: BaseException = pickle.loads(headers[rank].error)
     error.add_note(f"On rank {rank}, which loaded it:\n\n{headers[rank].trace}")
     return error
 

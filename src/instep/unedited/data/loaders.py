@@ -21,6 +21,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
+from instep.distributed.watchdog import interrupts
 from instep.process import in_main_thread, print_line, settings
 from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
@@ -317,7 +318,7 @@ class WholeBatchIterator:
         plan = self._row_sampler.planned.popleft()
         if plan.exchanges:
             batch = self._exchange(batch, plan)
-        elif isinstance(batch, Exception):
+        elif isinstance(batch, BaseException):
             worker_failures.check_is_known(batch, self._batches)
         if isinstance(batch, LoadedSamples):
             batch = _pin(self._loader, self._collate(batch.samples, plan))
@@ -334,12 +335,13 @@ class WholeBatchIterator:
             if self._policy.exchanges:
                 finish_exchange(self._transport)
             raise
-        except Exception as error:
-            if not self._row_sampler.planned:  # raised by the sampler, on every rank
+        except BaseException as error:
+            # Without a plan it was raised by the sampler, on every rank.
+            if not self._row_sampler.planned or interrupts.is_from_signal(error):
                 raise
             return error
 
-    def _exchange(self, rows: LoadedRows | Exception, plan: LoadPlan) -> Any:
+    def _exchange(self, rows: LoadedRows | BaseException, plan: LoadPlan) -> Any:
         """The whole batch, pinned if the loader pins; or its samples; or an error."""
         batch = exchange_rows(rows, plan, self._transport)
         if batch.error is not None:

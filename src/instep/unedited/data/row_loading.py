@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.watchdog.interrupts import is_from_signal
 from instep.process import in_main_thread
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
@@ -259,8 +260,8 @@ class RowDataset(Dataset[Any]):
             with buffered_prints() as release:
                 try:
                     samples += self._samples(some)
-                except Exception:  # of the script's data set
-                    if before.equals(RNGStates.capture()):
+                except BaseException as error:  # of the script's data set
+                    if before.equals(RNGStates.capture()) or is_from_signal(error):
                         raise
                 self._effects.draws = not before.equals(RNGStates.capture())
                 if self._effects.draws:  # tried again with its own random numbers
@@ -318,7 +319,9 @@ class RowDataset(Dataset[Any]):
         with _restoring_generators():
             try:
                 return _checksum(self._seeded_sample(seed, number, index))
-            except Exception:  # the data set's, raised by the rank whose sample it is
+            except BaseException as error:  # the data set's, raised by the sample's rank
+                if is_from_signal(error):
+                    raise
                 return None
 
 

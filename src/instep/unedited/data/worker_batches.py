@@ -278,7 +278,7 @@ def _pack(own: WorkerBatch | Exception | None, owner: int) -> tuple[_Header, Ten
 
 def raise_or_return(batch: Any) -> Any:
     """Return it, or raise the exception that is in place of it."""
-    if not isinstance(batch, Exception):
+    if not isinstance(batch, BaseException):
         return batch
     try:
         raise batch

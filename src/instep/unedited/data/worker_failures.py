@@ -50,7 +50,7 @@ def raising_here(batches: Any) -> Iterator[None]:
         _is_loading = before
 
 
-def check_is_known(error: Exception, batches: Any) -> None:
+def check_is_known(error: BaseException, batches: Any) -> None:
     """Raise LostWorkerError if this rank alone got this error from torch's iterator, since one of
     its workers has ended."""
     transport = get_transport()
