@@ -394,12 +394,13 @@ def test_what_is_no_exception_is_raised_on_every_rank_too(error):
 
 @ranks(2)
 def test_what_a_sampler_raises_is_raised_on_every_rank():
-    def numbers():
-        yield from range(6)
-        sys.exit("no picture 6")
+    class Numbers(list):
+        def __iter__(self):
+            yield from range(6)
+            sys.exit("no picture 6")
 
     def load(way):
-        loop = way(DataLoader(Counting(12, lambda index: index), 4, sampler=numbers()))
+        loop = way(DataLoader(Counting(12, lambda index: index), 4, sampler=Numbers(range(8))))
         first = next(loop)
         with pytest.raises(SystemExit, match="no picture 6"):
             next(loop)

@@ -351,6 +351,41 @@ def test_one_may_go_into_a_folder_that_only_this_rank_has(rank1: Path) -> None:
     assert (os.getcwd(), read("deep/er/here")) == (str(rank1), "x")
 
 
+def test_one_stays_in_a_folder_that_rank_0_removes_or_renames_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("removed", "renamed"):
+        os.mkdir(name)
+        (tmp_path / name / "file").write_text("x")
+    before = Layer(str(tmp_path / "before"))
+    role0, role1 = Rank0Files(before), OverlayFiles(Layer(str(tmp_path / "rank1")), before)
+    for name, new in (("removed", None), ("renamed", "new")):
+        with seen_through(role1):
+            os.chdir(name)
+        with seen_through(role0):
+            change_folder(tmp_path / name, new)
+        with seen_through(role1):
+            assert (os.getcwd(), os.listdir()) == (f"{tmp_path}/{name}", ["file"])
+            assert (read("file"), os.path.abspath("x")) == ("x", f"{tmp_path}/{name}/x")
+            change_folder(tmp_path / name, new)
+            if new is None:
+                with pytest.raises(FileNotFoundError):
+                    os.getcwd()
+                with pytest.raises(FileNotFoundError, match="'here'"):
+                    write("here", "w", "")
+            else:
+                assert (os.getcwd(), read("file")) == (f"{tmp_path}/{new}", "x")
+            os.chdir(tmp_path)
+
+
+def change_folder(folder: Path, new: str | None) -> None:
+    if new is None:
+        shutil.rmtree(folder)
+    else:
+        os.rename(folder, folder.parent / new)
+
+
 def test_a_file_keeps_its_name_and_errors_name_the_scripts_path(rank1: Path) -> None:
     with open("named", "w") as file:
         assert file.name == "named"

@@ -308,12 +308,14 @@ def rmtree(
 def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
     with script_paths_in_errors(path):
-        original(files_for(path).directory_location(path))
+        files = files_for(path)
+        files.change_directory(path) if isinstance(files, OverlayFiles) else original(path)
 
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
-    return files_for().visible_path(original())
+    files = files_for()
+    return files.current_directory() if isinstance(files, OverlayFiles) else original()
 
 
 def getcwdb(original: Function) -> bytes:

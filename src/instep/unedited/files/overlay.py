@@ -14,6 +14,7 @@ from instep.unedited.errors import UneditedError
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers.layer import MISSING, Layer, copy, is_directory, real_lstat
 from instep.unedited.files.paths import (
+    CURRENT,
     PathResolver,
     StrOrBytesPath,
     path_error,
@@ -32,6 +33,8 @@ class OverlayFiles(PathResolver):
         super().__init__([layer for layer in (rank_layer, before) if layer is not None])
         self._rank_layer = rank_layer
         self._checkpoints: dict[str, int] = {}
+        with suppress(FileNotFoundError):  # it has been removed
+            self.open_directories.add(CURRENT, self.open_directories.path_of(CURRENT))
 
     def start_generation(self) -> None:
         """Forget what was known of the layers of the generation before."""
@@ -134,10 +137,14 @@ class OverlayFiles(PathResolver):
             )
 
     @bypass_overlay()
-    def directory_location(self, path: StrOrBytesPath) -> str:
+    @retry_if_changed
+    def change_directory(self, path: StrOrBytesPath) -> None:
+        """Change the current directory to `path`: to the real one if it is visible."""
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
-        return resolved if os.path.isdir(resolved) and os.path.isdir(location) else location
+        is_real = os.path.isdir(resolved) and os.path.isdir(location)
+        os.chdir(resolved if is_real else location)
+        self.open_directories.add(CURRENT, resolved)
 
     @bypass_overlay()
     @retry_if_changed

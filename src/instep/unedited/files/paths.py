@@ -20,6 +20,7 @@ T = TypeVar("T")
 StrOrBytesPath = str | bytes | os.PathLike[Any]
 PathMethod = Callable[Concatenate[Any, StrOrBytesPath, P], T]
 
+CURRENT = os.curdir
 _MAX_LINKS = 40
 _CACHES = (
     *("HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
@@ -98,10 +99,6 @@ class PassthroughFiles:
         """The location of `path` if this rank may change its metadata; None if it is rank 0's."""
         return path
 
-    def directory_location(self, path: StrOrBytesPath) -> Any:
-        """Where to change to for the directory `path`: the real one if it is visible."""
-        return path
-
     def visible_path(self, location: str) -> str:
         """The path whose file lies at `location`."""
         for layer in self.layers:
@@ -177,7 +174,19 @@ class PathResolver(PassthroughFiles):
 
     def resolve_parents(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names but the last one."""
-        return self._resolve_parents(self.visible_path(os.path.abspath(os.fsdecode(path))))
+        return self._resolve_parents(self.visible_path(self._absolute(os.fsdecode(path))))
+
+    def current_directory(self) -> str:
+        """The path of the current directory, which rank 0 may have removed or renamed already."""
+        return self.visible_path(self.open_directories.path_of(CURRENT))
+
+    def _absolute(self, path: str) -> str:
+        try:
+            directory = "" if os.path.isabs(path) else self.current_directory()
+        except FileNotFoundError as error:
+            error.filename = path
+            raise
+        return os.path.normpath(os.path.join(directory, path))
 
     def resolve(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names."""
@@ -266,18 +275,20 @@ def retry_if_changed(method: PathMethod[P, T]) -> PathMethod[P, T]:
 
 
 class OpenDirectories:
-    """The paths, as the script sees them, of the directories that this rank has open.
+    """The paths, as the script sees them, of the directories that this rank has open, and of the
+    current one, for which CURRENT stands in place of a descriptor.
 
     On rank 0 the kernel knows them. Another rank may have renamed or removed a directory in its
     own layer only, and rank 0 may have renamed the real one already, so that rank records them.
     """
 
     def __init__(self) -> None:
-        self._paths: dict[int, tuple[tuple[int, int], str | None]] = {}
+        self._paths: dict[int | str, tuple[tuple[int, int], str | None]] = {}
 
-    def add(self, fd: int, path: str) -> None:
+    @bypass_overlay()
+    def add(self, fd: int | str, path: str) -> None:
         """Record that `fd` is open for the directory at the absolute `path`."""
-        status = os.fstat(fd)
+        status = os.stat(fd)
         self._paths[fd] = (status.st_dev, status.st_ino), path
 
     def rename(self, old: str, new: str | None) -> None:
@@ -286,9 +297,10 @@ class OpenDirectories:
             if path is not None and f"{path}/".startswith(f"{old}/"):
                 self._paths[fd] = identity, None if new is None else new + path[len(old) :]
 
-    def path_of(self, fd: int) -> str:
-        """The directory's path. Raises what a call with `dir_fd=fd` would raise."""
-        status = os.fstat(fd)
+    @bypass_overlay()
+    def path_of(self, fd: int | str) -> str:
+        """The directory's path. Raises what a call with `dir_fd=fd`, or os.getcwd, would raise."""
+        status = os.stat(fd)
         if not stat.S_ISDIR(status.st_mode):
             raise path_error(errno.ENOTDIR)
         identity, path = self._paths.get(fd, (None, None))
@@ -299,10 +311,9 @@ class OpenDirectories:
         return path
 
 
-@bypass_overlay()
-def _kernel_path(fd: int, status: os.stat_result) -> str | None:
+def _kernel_path(fd: int | str, status: os.stat_result) -> str | None:
     """The path that the kernel reports; None if it was removed or cannot be reached."""
-    path = os.readlink(f"/proc/self/fd/{fd}")
+    path = os.readlink("/proc/self/cwd" if fd == CURRENT else f"/proc/self/fd/{fd}")
     try:
         return path if os.path.samestat(os.stat(path), status) else None
     except OSError:

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -95,8 +96,10 @@ def shared_command(
         text += f" in {os.fspath(directory)!r}"  # type: ignore[call-overload]
     if not in_main:
         relay = relay.channel(f"command/{hashlib.sha256(text.encode()).hexdigest()}")
+    names = text
+    with suppress(FileNotFoundError):  # the current directory has been removed
+        names += f" {os.getcwd()}"
     with bypass_overlay():
-        names = f"{text} {os.getcwd()}"
         files = CommandFiles(change, names, handles, new_generation=in_main)
     return SharedCommand(relay, text, files, in_main)
 

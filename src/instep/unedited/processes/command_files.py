@@ -96,8 +96,7 @@ class GenerationChange:
         if self._generations is None or self._shared is None:
             return  # on another host, whose files may be others
         generations, old = self._generations, self._generations.number
-        here = _current_directory()
-        path = here and self.files.visible_path(here)
+        path = _current_directory(self.files)
         generations.create(state.generation)
         old_layer = generations.rank_layer_of(old)
         new_layer = generations.rank_layer_of(state.generation)
@@ -105,9 +104,9 @@ class GenerationChange:
         generations.start(state.generation)
         delete_files(os.path.dirname(old_layer.directory))
         self.files.start_generation()
-        if path and path != here:
+        if path is not None:
             with suppress(OSError):  # the command has removed it
-                os.chdir(self.files.directory_location(path))
+                self.files.change_directory(path)
 
 
 class _Transfer:
@@ -142,11 +141,15 @@ class _Transfer:
                 os.rename(location, self._new.add_file(path))
 
 
-def _current_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
+def _current_directory(files: OverlayFiles) -> str | None:
+    """Where this rank goes on after a command, which may have renamed the real directory."""
+    with suppress(FileNotFoundError):
+        here = os.getcwd()
+        if files.visible_path(here) == here:
+            return here
+    with suppress(FileNotFoundError):
+        return files.current_directory()
+    return None
 
 
 # ----------------------------------------------------------------------------------- a command
