@@ -20,6 +20,7 @@ from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.transport import get_transport, use_transport
+from instep.distributed.errors import AuthenticationError, DisagreementError
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
@@ -28,7 +29,7 @@ from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, print_line, settings
 from instep.process.import_hooks import after_import
 from instep.process.torch_private import allow_repeated_backward
-from instep.process.tracebacks import format_error
+from instep.process.tracebacks import format_error, root_cause
 from instep.training.draws import kernels
 from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
@@ -251,12 +252,12 @@ class MultiRankSession:
         self._relay.close()
         bootstrap.leave()
 
-    def reports_failure(self, message: str) -> bool:
-        """Called when the script fails: whether this rank is to report it.
+    def reports_failure(self, message: str, error: BaseException | None = None) -> bool:
+        """Called when the script fails, by an exception or not: whether this rank is to report it.
 
         If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
         wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
-        does neither in PATIENCE seconds and waits for other ranks, or in LONGEST_PATIENCE.
+        does neither in PATIENCE seconds and waits for other ranks, or in `_longest_wait`.
         """
         if self._has_failed or self._is_alone or not self._installed:
             return True
@@ -266,7 +267,7 @@ class MultiRankSession:
             if self.world.rank == 0:
                 self._store.set(_FAILED, failed)  # type: ignore[arg-type]  # the stub says str
                 return True
-            if not self._has_rank_0_failed() or self._store.get(_FAILED) != failed:
+            if not self._has_rank_0_failed(_longest_wait(error)) or self._store.get(_FAILED) != failed:
                 return True
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
@@ -274,14 +275,14 @@ class MultiRankSession:
             self._store.wait([_NEVER], settings.timeout())
         return False
 
-    def _has_rank_0_failed(self) -> bool:
+    def _has_rank_0_failed(self, longest: float) -> bool:
         """Whether rank 0 has failed or come to its end, for which this rank waits while rank 0
         waits for nobody. Raises RuntimeError where it is gone, with the store."""
         with suppress(dist.DistStoreError):  # it has taken too long
             self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
             return True
         rank_0_waits = client.announce_failure()
-        deadline = monotonic() + LONGEST_PATIENCE
+        deadline = monotonic() + longest
         while not self._store.check([_FAILED]):
             if rank_0_waits is None or rank_0_waits.wait(_POLL) or monotonic() > deadline:
                 return False
@@ -322,12 +323,19 @@ class MultiRankSession:
         self, type_: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         """For sys.excepthook: if all ranks raise the same exception, only rank 0 prints it."""
-        reports = self.reports_failure(format_error(error))
+        reports = self.reports_failure(format_error(error), error)
         self.add_notes(error)
         if reports and self.world.rank != 0:
             self._streams.restore()
         if reports:
             self._excepthook_before(type_, error, frames)
+
+
+def _longest_wait(error: BaseException | None) -> float:
+    """Seconds for which a rank that fails with this waits for a rank 0 that waits for nobody: none
+    for what rank 0 does not raise later."""
+    differs = error and isinstance(root_cause(error), DisagreementError | AuthenticationError)
+    return 0.0 if differs else LONGEST_PATIENCE
 
 
 def _show_nothing(line: str) -> None:

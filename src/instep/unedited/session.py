@@ -122,11 +122,12 @@ def add_notes(error: BaseException) -> None:
         _current.multi_rank.add_notes(error)
 
 
-def reports_failure(message: str) -> bool:
-    """Called when the script fails: waits until that may be reported; whether by this rank."""
+def reports_failure(message: str, error: BaseException | None = None) -> bool:
+    """Called when the script fails, by an exception or not: waits until that may be reported;
+    whether by this rank."""
     if _current is None or _current.multi_rank is None:
         return True
-    return bool(_current.multi_rank.reports_failure(message))
+    return bool(_current.multi_rank.reports_failure(message, error))
 
 
 def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:

@@ -56,7 +56,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
             sys.exit(leave.leave_report_to_rank_0())
         sys.exit(leave.report_exit(leaving))
     except KeyboardInterrupt as interrupt:
-        if program.failing(format_error(interrupt)):
+        if program.failing(format_error(interrupt), interrupt):
             leave.report_failure(interrupt, code=-signal.SIGINT)
         sys.excepthook = _print_nothing
         raise
@@ -64,7 +64,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         # Another loader worker may die now: torch's handler raised an error into the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         hook.written = error
-        if not program.failing(format_error(error)):
+        if not program.failing(format_error(error), error):
             sys.exit(leave.leave_report_to_rank_0())
         program.explain(error)
         leave.report_failure(error, code=1, raised=True)
