@@ -592,6 +592,8 @@ def test_a_training_that_was_not_resumed_changes_nothing(tmp_path):
 def test_options_are_checked(tmp_path):
     with pytest.raises(ValueError, match="every is None or a number from 1 on, not 0"):
         instep.Checkpoint(tmp_path, every=0)
+    with pytest.raises(ValueError, match="shard_bytes is a number from 1 on, not 0"):
+        instep.Checkpoint(tmp_path, shard_bytes=0)
     with pytest.raises(ValueError, match="training cannot be the name"):
         instep.Checkpoint(tmp_path, training=nn.Linear(1, 1))
 

@@ -485,6 +485,7 @@ TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
         (["-n", "2", "note.ipynb"], "it is a notebook. Call instep.spawn in it"),
         (["-n", "2", "folder.module"], "If the module is meant, write -m folder.module."),
         (["-n", "2", "/dev/zero"], "it is no ordinary file"),
+        (["-n", "2", "/dev/stdin"], "Each rank reads the program from a file: write it into one"),
         (["-n", "2"], "nothing to run"),
         (["-n", "2", "-m"], "nothing to run"),
         (["-n", "2", "nowhere.py"], "nowhere.py: there is no such file"),

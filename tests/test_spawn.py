@@ -76,8 +76,10 @@ def test_what_does_not_pickle_is_said():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(CommandLineError, match="a whole number from 1 up, not '0'"):
+    with pytest.raises(CommandLineError, match="nprocs takes the number of ranks, .*, not '0'"):
         instep.spawn(place, nprocs=0)
+    with pytest.raises(CommandLineError, match="a whole number from 1 up, not '2'"):
+        instep.spawn(place, nprocs="2")
 
 
 def test_outside_the_main_thread_too():

@@ -78,11 +78,10 @@ def _unknown_option(word: str, known: Iterable[str], command: str) -> CommandLin
     near = get_close_matches(word, [*known], n=1, cutoff=_SIMILAR)
     hint = f"; did you mean {near[0]}?" if near else "."
     if not near and command.rpartition(" ")[2] in WITH_PROGRAM:
-        hint += (
-            " Each rank reads the program from a file: write it into one."
-            if word in ("-c", "-")
-            else " Options of the script come after its name."
-        )
+        from instep.launch.job import FILE_FOR_ALL
+
+        is_program = word in ("-c", "-")
+        hint += f" {FILE_FOR_ALL if is_program else 'Options of the script come after its name.'}"
     return CommandLineError(f"there is no option {word}{hint} See {command} --help.")
 
 

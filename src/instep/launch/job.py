@@ -8,6 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import SupportsIndex
 from zipimport import ZipImportError, zipimporter
 
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
@@ -18,6 +19,8 @@ from instep.process import procfs, settings
 _BYTES_PER_RANK = 128 << 20
 """Memory of its own, once PyTorch is imported: 145 MiB with PyTorch 2.13 on a CPU."""
 _NAME_A_SCRIPT = "Name a Python script."
+FILE_FOR_ALL = "Each rank reads the program from a file: write it into one."
+_STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,10 @@ class Job:
         check_memory(self.size)
 
 
-def check_size(size: int) -> None:
-    """Raise CommandLineError unless this is a number of ranks."""
-    if size < 1:
-        raise wrong_size(size)
+def check_size(size: int, option: str = "-n") -> None:
+    """Raise CommandLineError unless this, which was given for `option`, is a number of ranks."""
+    if not isinstance(size, SupportsIndex) or size < 1:
+        raise wrong_size(size, option)
 
 
 def check_memory(size: int) -> None:
@@ -66,10 +69,10 @@ def check_memory(size: int) -> None:
     )
 
 
-def wrong_size(given: object) -> CommandLineError:
+def wrong_size(given: object, option: str = "-n") -> CommandLineError:
     """Something else was given as the number of ranks."""
     return CommandLineError(
-        f"-n takes the number of ranks, a whole number from 1 up, not {str(given)!r}."
+        f"{option} takes the number of ranks, a whole number from 1 up, not {str(given)!r}."
     )
 
 
@@ -88,6 +91,8 @@ def check_command(command: Sequence[str]) -> None:
 
 def check_script(path: str) -> None:
     """Raise CommandLineError unless this is a file that may be a Python script."""
+    if os.path.abspath(path) in _STDIN:
+        raise _cannot_run(path, "only one rank can read it", FILE_FOR_ALL)
     if os.path.isdir(path):
         inside = os.path.join(path, "__main__.py")
         advice = f"Name {inside}." if os.path.isfile(inside) else _NAME_A_SCRIPT

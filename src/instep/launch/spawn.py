@@ -15,7 +15,7 @@ from typing import Any
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
-from instep.launch.job import Job
+from instep.launch.job import Job, check_size
 from instep.launch.multi_node.hosts import detect_nodes
 from instep.launch.ray.actors import run_actors
 from instep.launch.worker.spawned_call import CALL, result_file
@@ -51,6 +51,7 @@ def spawn(
     with the traceback of the rank that failed first, CannotSendError, LaunchError if the job
     cannot start, and KeyboardInterrupt if this process gets SIGINT.
     """
+    check_size(nprocs, "nprocs")
     if ray is not None:
         return run_actors(fn, args, nprocs, ray)
     with tempfile.TemporaryDirectory(prefix="instep-") as name:

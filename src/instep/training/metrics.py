@@ -82,7 +82,13 @@ class Metric(ABC):
         return total
 
     def merge(self: M, other: M) -> M:
-        """Add the totals of another metric of the same class to this one's; returns itself."""
+        """Add the totals of another metric of the same class to this one's; returns itself.
+
+        Raises TypeError for another class.
+        """
+        if type(other) is not type(self):
+            name = type(self).__name__
+            raise TypeError(f"a {name} merges with a {name}, not with a {type(other).__name__}.")
         self.totals += other.totals.to(self.totals.device)
         return self
 

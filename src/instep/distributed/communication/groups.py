@@ -73,7 +73,8 @@ def group(ranks: Iterable[int]) -> Group:
         )
     if len(members) == 1:
         return Group(members)
-    handle = dist.new_group(list(members), timeout=settings.timeout())
+    timeout = bootstrap.default_timeout() or settings.timeout()
+    handle = dist.new_group(list(members), timeout=timeout)
     return Group(members, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 

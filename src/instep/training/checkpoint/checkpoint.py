@@ -95,7 +95,8 @@ class Checkpoint:
     ) -> None:
         for name, value in (("every", every), ("keep", keep), ("shard_bytes", shard_bytes)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is None or a number from 1 on, not {value!r}.")
+                kinds = "" if name == "shard_bytes" else "None or "
+                raise ValueError(f"{name} is {kinds}a number from 1 on, not {value!r}.")
         for name in (_TRAINING, *(name for name in others if name.startswith("_"))):
             if name in others:
                 raise ValueError(f"{name} cannot be the name of an object; use another one.")
