@@ -76,7 +76,7 @@ def test_what_does_not_pickle_is_said():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(CommandLineError, match="nprocs takes the number of ranks, .*, not '0'"):
+    with pytest.raises(CommandLineError, match=r"nprocs takes the number of ranks, .*, not '0'"):
         instep.spawn(place, nprocs=0)
     with pytest.raises(CommandLineError, match="a whole number from 1 up, not '2'"):
         instep.spawn(place, nprocs="2")

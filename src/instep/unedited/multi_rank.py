@@ -267,10 +267,8 @@ class MultiRankSession:
             if self.world.rank == 0:
                 self._store.set(_FAILED, failed)  # type: ignore[arg-type]  # the stub says str
                 return True
-            if (
-                not self._has_rank_0_failed(_longest_wait(error))
-                or self._store.get(_FAILED) != failed
-            ):
+            has_failed = self._has_rank_0_failed(_longest_wait(error))
+            if not has_failed or self._store.get(_FAILED) != failed:
                 return True
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
