@@ -119,6 +119,13 @@ for _ in range(4):
 print("end", flush=True)
 """
 
+EXITS_IN_A_THREAD = """
+import threading
+thread = threading.Thread(target=lambda: os._exit(3))
+thread.start()
+thread.join()
+"""
+
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
@@ -126,6 +133,7 @@ print("end", flush=True)
     [
         ("raise ValueError('late')", 1, "ValueError: late"),
         ("os._exit(3)", 3, "exited with code 3"),
+        (EXITS_IN_A_THREAD, 3, "exited with code 3"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
     ],
 )

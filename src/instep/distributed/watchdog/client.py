@@ -60,6 +60,8 @@ _clients: list[WatcherClient] = []
 """One for each time that this process has joined a job; the last one is active."""
 
 _has_failed = False
+_exit_now = os._exit
+"""As it is before it is replaced in an unedited script, whose ranks wait for rank 0."""
 
 Listen = Callable[[], tuple[socket.socket, str]]
 """Makes a listening socket; also returns the name of its host for the other ranks."""
@@ -330,7 +332,7 @@ class WatcherClient:
                 stream.flush()
         if parent_process() is not None and awaited_rank is None:
             time.sleep(PARENT_SECONDS)
-        os._exit(code)
+        _exit_now(code)
 
 
 def _start_process(passed: Collection[int]) -> tuple[int, Connection]:

@@ -36,8 +36,8 @@ def set_ranks(ranks: EndingRanks | None) -> None:
 
 def exit_now(original: Function, status: int) -> Any:
     """For os._exit."""
-    for ranks in _own_ranks():
-        if isinstance(status, int):
+    if isinstance(status, int):
+        for ranks in _own_ranks(in_any_thread=bool(status & 0xFF)):
             ranks.wait_to_exit(status & 0xFF)
     return original(status)
 
@@ -65,6 +65,7 @@ def execute(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _own_ranks() -> list[EndingRanks]:
-    """The ranks, if this is the main thread of one of them, and no process that it has forked."""
-    return [ranks for ranks, process in _current if os.getpid() == process and in_main_thread()]
+def _own_ranks(*, in_any_thread: bool = False) -> list[EndingRanks]:
+    """The ranks, if this is one of them, in its main thread, and no process that it has forked."""
+    is_here = in_any_thread or in_main_thread()
+    return [ranks for ranks, process in _current if os.getpid() == process and is_here]
