@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.process import in_main_thread
 from instep.process.patching import Function
+from instep.unedited.processes import children
 
 
 class EndingRanks(Protocol):
@@ -50,11 +51,11 @@ def abort(original: Function) -> Any:
 
 
 def kill(original: Function, pid: int, number: int) -> Any:
-    """For os.kill of the process itself."""
+    """For os.kill, of the process itself or of a command."""
     if pid == os.getpid() and number in _DEADLY and signal.getsignal(number) is signal.SIG_DFL:
         for ranks in _own_ranks():
             ranks.wait_to_exit(-number)
-    return original(pid, number)
+    return children.kill(original, pid, number)
 
 
 def execute(original: Function, *args: Any, **kwargs: Any) -> Any:

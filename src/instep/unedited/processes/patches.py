@@ -22,7 +22,7 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
         (os, "spawnv spawnve spawnvp spawnvpe", children.spawn),
         (os, "posix_spawn posix_spawnp", children.posix_spawn),
         (os, "waitpid", children.waitpid),
-        (os, "kill killpg", children.kill),
+        (os, "killpg", children.kill),
         ("pty", "spawn", children.spawn_at_terminal),
         (
             "asyncio.unix_events:_UnixSubprocessTransport",
