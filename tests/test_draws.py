@@ -265,6 +265,7 @@ def attends(model: Drawing, y: Tensor) -> Tensor:
     return model.parts[0](z, z, z)[0].mean(1) + 0.1 * torch.randn_like(y)
 
 
+@pytest.mark.slow
 def test_compiled_code_draws_for_the_rows_that_its_source_draws_for() -> None:
     model = torch.compile(
         Drawing(attends, nn.MultiheadAttention(8, 2, 0.3, batch_first=True)), backend="eager"

@@ -448,6 +448,7 @@ def lucky_batches():
             return seen, streams()
 
 
+@pytest.mark.slow
 def test_samples_of_which_some_are_random_do_not_depend_on_the_ranks_either():
     (alone,) = run(1, lucky_batches)
     assert 0 < sum(isinstance(batch, str) for batch in alone[0]) < 8

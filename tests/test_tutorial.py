@@ -39,6 +39,7 @@ def test_both_languages_hold_the_same_blocks_pictures_and_sections():
         assert pattern.findall(english) == pattern.findall(chinese) != []
 
 
+@pytest.mark.slow
 def test_every_block_of_python_prints_what_the_page_shows():
     shown = blocks(PAGES[0], "python")
     assert len(shown) == 7

@@ -60,8 +60,9 @@ _recent: deque[Block] = deque(maxlen=4)
 """The last batches that were requested with gradients enabled."""
 
 
-def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
+def register(batch: object, block: Block, tracker: BatchTracker | None = None) -> None:
     """A loop has requested `batch` and works on it now or later."""
+    tracker = _manual if tracker is None else tracker
     index = _request(tracker, block)
     if block.total < block.size and not tracker.is_skipped_by_some:
         tracker.has_placeholders = True
@@ -173,6 +174,8 @@ def end_step() -> None:
 
 def reset() -> None:
     """Forget every batch, and how far the training has come in them."""
+    global _manual
+    _manual = ManualBatchTracker()
     progress.reset()
     loop_ends.reset()
     _trackers.clear()
