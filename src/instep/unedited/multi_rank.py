@@ -334,7 +334,7 @@ class MultiRankSession:
 
 def _longest_wait(error: BaseException | None) -> float:
     """Seconds for which a rank that fails with this waits for a rank 0 that waits for nobody: none
-    for what rank 0 does not raise later."""
+    if rank 0 raises it at the same time or never."""
     differs = error and isinstance(root_cause(error), DisagreementError | AuthenticationError)
     return 0.0 if differs else LONGEST_PATIENCE
 

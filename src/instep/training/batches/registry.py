@@ -36,6 +36,7 @@ class _Part:
     first: int
     end: int
     tensor: weakref.ref[Tensor]
+    """It calls `_note_gone`."""
     block: Block
     tracker: BatchTracker
     index: int

@@ -43,7 +43,8 @@ def raising_here(batches: Any) -> Iterator[None]:
             _is_loading = True
             if _has_child_ended:
                 _has_child_ended = False
-                for pid, code in ended_loader_workers(batches):
+                if ended := ended_loader_workers(batches):
+                    pid, code = ended[0]
                     raise RuntimeError(f"DataLoader worker (pid {pid}) {describe_exit(code)}")
         yield
     finally:
@@ -54,6 +55,6 @@ def check_is_known(error: BaseException, batches: Any) -> None:
     """Raise LostWorkerError if this rank alone got this error from torch's iterator, since one of
     its workers has ended."""
     transport = get_transport()
-    ended = ended_loader_workers(batches) if transport.size > 1 else ()
-    for pid, code in ended:
+    if transport.size > 1 and (ended := ended_loader_workers(batches)):
+        pid, code = ended[0]
         raise LostWorkerError(transport.rank, pid, describe_exit(code)) from error

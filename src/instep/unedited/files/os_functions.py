@@ -309,7 +309,10 @@ def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
     with script_paths_in_errors(path):
         files = files_for(path)
-        files.change_directory(path) if isinstance(files, OverlayFiles) else original(path)
+        if isinstance(files, OverlayFiles):
+            files.change_directory(path)
+        else:
+            original(path)
 
 
 def getcwd(original: Function) -> str:

@@ -21,6 +21,7 @@ StrOrBytesPath = str | bytes | os.PathLike[Any]
 PathMethod = Callable[Concatenate[Any, StrOrBytesPath, P], T]
 
 CURRENT = os.curdir
+"""Stands for the current directory, in place of the descriptor of an open one."""
 _MAX_LINKS = 40
 _CACHES = (
     *("HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),

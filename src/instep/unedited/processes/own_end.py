@@ -23,50 +23,48 @@ class EndingRanks(Protocol):
         """Let the other ranks end: only rank 0 becomes another program. Collective."""
 
 
-_current: list[tuple[EndingRanks, int]] = []
-"""With the id of their process."""
-
-
+_ranks: EndingRanks | None = None
+_process = 0
+"""The id of the process that is one of these ranks."""
 _DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 
 
 def set_ranks(ranks: EndingRanks | None) -> None:
     """Let these ranks end together; None: each for itself."""
-    _current[:] = [] if ranks is None else [(ranks, os.getpid())]
+    global _ranks, _process
+    _ranks, _process = ranks, os.getpid()
 
 
 def exit_now(original: Function, status: int) -> Any:
     """For os._exit."""
-    if isinstance(status, int):
-        for ranks in _own_ranks(in_any_thread=bool(status & 0xFF)):
-            ranks.wait_to_exit(status & 0xFF)
+    if isinstance(status, int) and (ranks := _own_ranks(in_any_thread=bool(status & 0xFF))):
+        ranks.wait_to_exit(status & 0xFF)
     return original(status)
 
 
 def abort(original: Function) -> Any:
     """For os.abort."""
-    for ranks in _own_ranks():
+    if ranks := _own_ranks():
         ranks.wait_to_exit(-signal.SIGABRT)
     return original()
 
 
 def kill(original: Function, pid: int, number: int) -> Any:
     """For os.kill, of the process itself or of a command."""
-    if pid == os.getpid() and number in _DEADLY and signal.getsignal(number) is signal.SIG_DFL:
-        for ranks in _own_ranks():
-            ranks.wait_to_exit(-number)
+    ends = number in _DEADLY and signal.getsignal(number) is signal.SIG_DFL
+    if pid == os.getpid() and ends and (ranks := _own_ranks()):
+        ranks.wait_to_exit(-number)
     return children.kill(original, pid, number)
 
 
 def execute(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For os.execv and os.execve, which the other functions of this kind call."""
-    if not is_rank_local():
-        for ranks in _own_ranks():
-            ranks.leave_to_successor()
+    if not is_rank_local() and (ranks := _own_ranks()):
+        ranks.leave_to_successor()
     return original(*args, **kwargs)
 
 
-def _own_ranks(*, in_any_thread: bool = False) -> list[EndingRanks]:
+def _own_ranks(*, in_any_thread: bool = False) -> EndingRanks | None:
     """The ranks, if this is one of them, in its main thread, and no process that it has forked."""
-    is_here = in_any_thread or in_main_thread()
-    return [ranks for ranks, process in _current if os.getpid() == process and is_here]
+    is_here = os.getpid() == _process and (in_any_thread or in_main_thread())
+    return _ranks if is_here else None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from instep.distributed.communication.tensors import apply
 
-Function = type[torch.autograd.Function]
+AutogradFunction = type[torch.autograd.Function]
 
 
-def named_like(function: Function, tensor: Tensor) -> Function:
+def named_like(function: AutogradFunction, tensor: Tensor) -> AutogradFunction:
     """This function, with nodes of the name that the tensor's has."""
     node = tensor.grad_fn
     return function if node is None else _named(function, node.name().rpartition("::")[2])
@@ -30,7 +30,7 @@ def named_as_mean(mean: Tensor, sums: Tensor) -> Tensor:
 
 
 @cache
-def _named(function: Function, name: str) -> Function:
+def _named(function: AutogradFunction, name: str) -> AutogradFunction:
     metaclass: Any = type(function)
     named: Any = metaclass(function.__name__, (function,), {})
     named._backward_cls.__name__ = name
