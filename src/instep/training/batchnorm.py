@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instep.distributed import numbers
@@ -34,7 +35,7 @@ from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
-_MANY = 1 << 14  # elements of a tensor
+_FAR = 8.0  # a squared mean, in variances
 _DETAIL = "batch statistics"
 """What the collectives are for, in errors and records."""
 
@@ -164,14 +165,13 @@ class _GlobalBatchNorm(torch.autograd.Function):
             )
             _check_value_count(moments, inputs[0], is_placeholder)
             merged = _merge(moments)
-            _update_running(shards, merged)
-        mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
+            mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
+            _update_running(shards, mean, merged)
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
             # The kernels take weights in half precision with statistics in that only.
-            slope, offset = (
-                t if t is None or t.dtype is dtype else t.to(dtype) for t in (weight, bias)
-            )
+            slope = None if weight is None else _in_dtype(weight, dtype)
+            offset = None if bias is None else _in_dtype(bias, dtype)
             output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
             outputs.append(output)
         ctx.save_for_backward(*tensors)
@@ -198,7 +198,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             ]
         for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True)):
             results += [
-                each[k].to(parameter.dtype) if need else None
+                _in_dtype(each[k], parameter.dtype) if need else None
                 for each, parameter, need in zip(own, parameters, needs, strict=True)
             ]
         return None, None, None, *results
@@ -281,17 +281,32 @@ def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
     distances from it, then the number of values in a channel."""
     channels = x.shape[1]
     count = 0 if is_placeholder else x.numel() // channels
-    return numbers.join(_moments(x, count), count) if count else numbers.zeros(2 * channels + 1, x)
-
-
-def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each channel the mean, and the sum of squared distances from it."""
-    if _channel_stride(x) >= _LONG and x.numel() > _MANY:  # torch's kernel is not vectorised here
-        dims, shape = _all_but_channels(x)
-        mean = x.sum(dims).div_(count)
-        return mean, (x - mean.view(shape)).square_().sum(dims)
+    if not count:
+        return numbers.zeros(2 * channels + 1, x)
+    if _channel_stride(x) >= _LONG:
+        return np.concatenate((*_moments_of_planes(x, count), (count,)))
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return mean, var * count
+    return numbers.join((mean, var * count), count)
+
+
+def _moments_of_planes(x: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of each channel the mean, and the sum of squared distances from it.
+
+    From the sums and the norms of the planes, whose kernels are vectorised; torch's own for batch
+    statistics is not. Only where the mean is far from zero, the difference of the squares is not
+    exact enough, and the distances themselves are squared.
+    """
+    planes = x.flatten(2)
+    mean = planes.sum(-1).numpy().sum(0, dtype=np.float64) / count
+    squares = np.square(torch.linalg.vector_norm(planes, dim=-1).numpy(), dtype=np.float64).sum(0)
+    squares_of_mean = count * mean * mean
+    squares -= squares_of_mean
+    far = np.flatnonzero(~(squares_of_mean <= _FAR * squares))  # or not finite
+    if far.size:
+        centred = planes[:, far] - torch.from_numpy(mean[far]).to(x.dtype)[:, None]
+        rest = centred.sum((0, 2)).numpy().astype(np.float64)  # what rounding the mean has left
+        squares[far] = centred.square_().sum((0, 2)).numpy() - rest * rest / count
+    return mean, squares
 
 
 def _local_sums(
@@ -299,9 +314,9 @@ def _local_sums(
 ) -> tuple[Tensor, Tensor]:
     """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
     if 1 < _channel_stride(x) < _SHORT:  # nor here
-        dims, shape = _all_but_channels(x)
-        dot = (x - mean.view(shape)).mul_(grad).sum(dims)
-        return dot * (var + eps).rsqrt(), grad.sum(dims)
+        _, shape = _all_but_channels(x)
+        dot = (x - mean.view(shape)).mul_(grad).flatten(2).sum(-1).sum(0)
+        return dot * (var + eps).rsqrt(), grad.flatten(2).sum(-1).sum(0)
     # Given statistics are constants to this kernel: what it calls the gradients of weight and
     # bias are just these sums, whatever the weight. CUDA's takes neither None for what a forward
     # would have saved, nor no weight.
@@ -338,12 +353,12 @@ def _merge(moments: Numbers) -> _Statistics:
     return _Statistics(mean, (squares + counts * offsets * offsets).sum(0) / total, total)
 
 
-def _update_running(shards: Sequence[Shard], merged: _Statistics) -> None:
+def _update_running(shards: Sequence[Shard], mean: Tensor, merged: _Statistics) -> None:
     # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
     # version counters as they are.
     for shard in shards:
         if (running := shard.running_mean) is not None:
-            running.data.lerp_(numbers.to_tensor(merged.mean, running.dtype), shard.momentum)
+            running.data.lerp_(_in_dtype(mean, running.dtype), shard.momentum)
         if (running := shard.running_var) is not None:
             unbiased = merged.var * (merged.count / (merged.count - 1))
             running.data.lerp_(numbers.to_tensor(unbiased, running.dtype), shard.momentum)
@@ -373,6 +388,11 @@ def _input_gradient(
 def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:
     """The dimensions that statistics run over; the shape of a channel's number beside `x`."""
     return [0, *range(2, x.dim())], (1, -1) + (1,) * (x.dim() - 2)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself if it has this dtype. (Asking takes less time than `to`.)"""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
