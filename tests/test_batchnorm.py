@@ -14,7 +14,7 @@ import instep
 from instep.distributed import numbers
 from instep.distributed.communication.transport import get_transport
 from instep.errors import TrainingError
-from instep.training.batchnorm import batch_norm
+from instep.training.batchnorm import _local_moments, batch_norm
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import reducer_of
 from pool import ranks, run
@@ -96,6 +96,25 @@ def test_running_statistics_of_instances_are_those_of_one_process(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_precision_far_from_zero(dtype, kind):
     check(kind, dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(dtype):
+    """As exact as squared distances from the mean, in double precision."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((6, 6, 8, 8), generator=generator, dtype=dtype)
+    x[:, 1] += 1e4
+    x[:, 2] = 1e4 + 1 / 3
+    x[:, 3] = 0
+    x[0, 4, 0, 0] = torch.inf
+    x[0, 5, 0, 0] = torch.nan
+    with np.errstate(all="ignore"):
+        moments = _local_moments(x, False)
+    exact = x.double().transpose(0, 1).flatten(1)
+    squares = (exact - exact.mean(1, keepdim=True)).square().sum(1)
+    assert moments[-1] == 6 * 8 * 8
+    precision = {"rtol": 1e3 * torch.finfo(dtype).eps, "equal_nan": True}
+    np.testing.assert_allclose(moments[:6], exact.mean(1), **precision)
+    np.testing.assert_allclose(moments[6:-1], squares, atol=1e-6, **precision)
 
 
 def test_weights_in_half_precision_as_well():
