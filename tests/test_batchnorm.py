@@ -97,6 +97,17 @@ def test_running_statistics_of_instances_are_those_of_one_process(options):
 def test_precision_far_from_zero(dtype, kind):
     check(kind, dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
 
+
+@pytest.mark.parametrize("step", [2, 5, 20])
+def test_channels_that_do_not_lie_side_by_side(step):
+    """Rows of which a channel is one number, as columns of a wider matrix."""
+    x = torch.randn(6, 4 * step, generator=torch.Generator().manual_seed(0))[:, ::step]
+    x, expected = (x.detach().requires_grad_() for _ in range(2))
+    batch_norm(x, None, None, training=True).pow(3).sum().backward()
+    F.batch_norm(expected, None, None, training=True).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(dtype):
     """As exact as squared distances from the mean, in double precision."""

@@ -313,7 +313,7 @@ def _local_sums(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
-    if 1 < _channel_stride(x) < _SHORT:  # nor here
+    if 1 < _channel_stride(x) < _SHORT:  # torch's kernel is not vectorised here
         _, shape = _all_but_channels(x)
         dot = (x - mean.view(shape)).mul_(grad).flatten(2).sum(-1).sum(0)
         return dot * (var + eps).rsqrt(), grad.flatten(2).sum(-1).sum(0)
@@ -329,7 +329,7 @@ def _local_sums(
 
 def _channel_stride(x: Tensor) -> int:
     """How many elements of a channel lie side by side; 0 where torch's kernels are fast anyway."""
-    plain = x.is_cpu and x.dtype in (torch.float32, torch.float64)
+    plain = x.dim() > 2 and x.is_cpu and x.dtype in (torch.float32, torch.float64)
     return x.stride(1) if plain else 0
 
 
