@@ -175,6 +175,35 @@ def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: st
     assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 
 
+def test_a_process_group_of_the_script_is_that_of_instep_if_there_is_one(launch: Launch) -> None:
+    """As in a script for Horovod that makes a group of its own for its metrics."""
+    script = launch.script("""
+        import torch
+        import torch.distributed as dist
+        import horovod.torch as hvd
+        hvd.init()
+        seen = []
+        for ask in ({"rank": 0, "world_size": 3}, {}, {}):
+            try:
+                dist.init_process_group("gloo", **ask)
+            except Exception as error:
+                seen.append(type(error).__name__)
+        total, pair = torch.ones(2), torch.ones(1)
+        dist.all_reduce(total[:1])
+        group = dist.new_group([0, 1])
+        dist.all_reduce(pair, group=group)
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        seen += [*hvd.allreduce(total, op=hvd.Sum).tolist(), pair.item()]
+        dist.init_process_group("gloo")
+        tell(rank, *seen)
+    """)
+    ended = launch.run("-n", 2, script)
+    assert ended.returncode == 0, ended.stderr
+    said = ["RendezvousError", "ValueError", 4.0, 2.0, 2.0]
+    assert launch.events(2) == [[0, *said], [1, *said]]
+
+
 @pytest.mark.parametrize(
     ("begins", "limit", "seconds"),
     [

@@ -63,6 +63,8 @@ _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 sends by NCCL. `instep.send` means that."""
 _is_making_group = False
 """Whether `init` makes the process group of torch."""
+_is_shared = False
+"""Whether the script has the group of `init` as its own: it has called init_process_group."""
 
 
 def current() -> World:
@@ -261,9 +263,20 @@ def _remember_watched() -> None:
 
 def leave() -> None:
     """Destroy the process group; does nothing where there is none."""
+    share_group(False)
     _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def share_group(shared: bool) -> bool:
+    """Let the script have the group that `init` has made as its own, or take it back; whether this
+    changes anything."""
+    global _is_shared
+    group = dist.group.WORLD
+    own = group is not None and group in _states and _states[group].timeout is not None
+    before, _is_shared = _is_shared, own and shared
+    return own and _is_shared != before
 
 
 def default_timeout() -> timedelta | None:

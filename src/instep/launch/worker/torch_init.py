@@ -4,7 +4,8 @@ torch's TCPStore listens on every interface of the host. Here it listens on MAST
 possible on the socket that `instep run` has bound. A backend that this host does not have is an
 error with advice. A group for which the script gives no time limit takes INSTEP_TIMEOUT where that
 is set. The ranks of the script's group are watched as those of instep's own are, and its
-DistributedDataParallel models are compared between them.
+DistributedDataParallel models are compared between them. If instep has made the process group
+before, as `hvd.init` does, the script gets that one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from instep.process.patching import Patch, PatchHandle
 
 def install_patches() -> None:
     """Patch torch.distributed as soon as the script imports it."""
+    groups = "torch.distributed.distributed_c10d"
     PatchHandle(
         [
             Patch("torch.distributed.rendezvous", "TCPStore", _open_store),
-            Patch("torch.distributed.distributed_c10d", "init_process_group", _init_process_group),
-            Patch("torch.distributed.distributed_c10d", "new_group", _new_group),
+            Patch(groups, "init_process_group", _init_process_group),
+            Patch(groups, "destroy_process_group", _destroy_process_group),
+            Patch(groups, "new_group", _new_group),
             Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", _make_ddp),
         ]
     )
@@ -73,8 +76,36 @@ def _init_process_group(
     from instep.distributed.rendezvous import bootstrap
 
     _check_backend(backend)
+    if bootstrap.share_group(True):
+        _check_numbers(*args, **kwargs)
+        return
     original(backend, init_method, timeout or bootstrap.default_timeout(), *args, **kwargs)
     bootstrap.watch_group()
+
+
+def _check_numbers(world_size: int = -1, rank: int = -1, *_: Any, **__: Any) -> None:
+    """Raise RendezvousError for other numbers than those of the group that there is."""
+    from instep.distributed.rendezvous import bootstrap
+
+    world = bootstrap.current()
+    if world_size in (-1, world.size) and rank in (-1, world.rank):
+        return
+    bootstrap.share_group(False)
+    raise RendezvousError(
+        f"this is rank {world.rank} of {world.size}, in a process group that instep has made; "
+        f"init_process_group(rank={rank}, world_size={world_size}) asks for another one. Leave "
+        "out both, or call it before what needs the other ranks (hvd.init, instep.replicate)."
+    )
+
+
+def _destroy_process_group(original: Callable[..., None], group: Any = None) -> None:
+    from torch.distributed import group as groups
+
+    from instep.distributed.rendezvous import bootstrap
+
+    # A group that instep has made stays: Horovod's functions, say, go on.
+    if group not in (None, groups.WORLD) or not bootstrap.share_group(False):
+        original(group)
 
 
 def _new_group(
