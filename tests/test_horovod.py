@@ -17,6 +17,7 @@ import torch
 import instep
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
+from instep.compat.horovod import data
 from instep.compat.horovod.errors import NotInitializedError
 from instep.errors import NameInFlightError, NotAMemberError, OverflowedError
 from instep.launch.timeline.events import read_events
@@ -88,9 +89,50 @@ def test_what_is_built_is_what_torch_has():
     assert bool(hvd.nccl_built()) == torch.cuda.is_available()
 
 
+class Epochs(data.AsyncDataLoaderMixin, data.BaseDataLoader):
+    """Each epoch has its number, and the next: batches of a loader that reads ahead."""
+
+    def __init__(self, size, **options):
+        super().__init__(size, **options)
+        self.begun = 0
+
+    def __len__(self):
+        return 2
+
+    def _iterate(self):
+        self.begun += 1
+        if self.begun == 4:
+            raise KeyError("no such epoch")
+        yield from (self.begun, self.begun + 1)
+
+    def _process_batch(self, batch):
+        return str(batch)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64])
+def test_a_loader_may_read_ahead(size):
+    loader = Epochs(size, debug_data_loader=False)
+    loader.close_async_loader()
+    assert [list(loader) for _ in range(3)] == [["1", "2"], ["2", "3"], ["3", "4"]]
+    with pytest.raises(KeyError, match="no such epoch"):
+        list(loader)
+    loader.close_async_loader()
+    if size:
+        assert list(loader) == []
+        assert not loader.thread.is_alive()
+        loader = Epochs(size)
+        assert next(iter(loader)) == "1"
+        loader.close_async_loader()
+        assert not loader.thread.is_alive()
+
+
 def test_what_is_not_there_says_so():
     with pytest.raises(NotImplementedError, match="communicators are not supported"):
-        hvd.init(comm=[0])
+        hvd.init(comm=object())
+    with pytest.raises(NotImplementedError, match="which ranks there are, here 1"):
+        hvd.init(comm=[1])
+    hvd.init(comm=[0])
+    hvd.shutdown()
     with pytest.raises(AttributeError, match="no attribute 'spam'"):
         _ = hvd.spam
     assert all(getattr(hvd, name) is not None for name in hvd.__all__)
@@ -356,6 +398,7 @@ def test_objects():
         r, n = hvd.rank(), hvd.size()
         assert hvd.broadcast_object({"of": r, 3: [r]}, root_rank=n - 1) == {"of": n - 1, 3: [n - 1]}
         assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
+        assert [add(1) for add in hvd.allgather_object(lambda x: x + r)] == [*range(1, n + 1)]
 
 
 @ranks(2)

@@ -248,7 +248,10 @@ def test_several_backwards_before_a_step():
         with pytest.raises(AssertionError, match=r"of weight was computed more than .*=2 times"):
             model(x).sum().backward()
         optimizer.synchronize()
+        assert (optimizer.backward_passes_per_step, optimizer.op) == (2, hvd.Average)
         optimizer.set_backward_passes_per_step(1)
+        assert optimizer.backward_passes_per_step == 1
+        assert optimizer.process_set is hvd.global_process_set
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()

@@ -300,15 +300,23 @@ def test_every_name_in_the_finder_has_an_implementation():
         "except ImportError as error: print(error)\n"
         "try: import horovod.runner.elastic.discovery\n"
         "except ImportError as error: print(error)\n"
-        "try: import horovod.spark\n"
-        "except ModuleNotFoundError as error: print(error.name)\n"
+        "from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader\n"
+        "try: import horovod.walk\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "for name in ('horovod.spark.torch', 'jittor.dataset.mnist', 'jittor.lr_scheduler'):\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
     )
     lines = [
         "horovod.runner.common.util.hosts needs an installed Horovod. In its place: the command "
         "`instep horovodrun -H host:4,...`.",
         "horovod.runner.elastic needs an installed Horovod. In its place: the command "
         "`instep horovodrun --host-discovery-script FILE`.",
-        "horovod.spark",
+        "No module named 'horovod.walk'",
+        "horovod.spark needs an installed Horovod. In its place: instep.spawn, or the command "
+        "`instep horovodrun` on each host.",
+        "jittor.dataset.mnist needs an installed Jittor. In its place: torchvision.datasets.MNIST.",
+        "jittor.lr_scheduler needs an installed Jittor. In its place: torch.optim.lr_scheduler.",
     ]
     run_fresh(prints, code, lines)
     assert "horovod.torch" in finder.IMPLEMENTATIONS

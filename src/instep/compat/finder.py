@@ -23,6 +23,7 @@ IMPLEMENTATIONS = {
     "horovod.common.exceptions": "instep.compat.horovod.errors",
     "horovod.common.process_sets": "instep.compat.horovod.basics",
     "horovod.common.util": "instep.compat.horovod.util",
+    "horovod.data": "instep.compat.horovod.data",
     "horovod.runner.common.util.codec": "instep.compat.horovod.util",
     "horovod.runner.common.util.env": "instep.compat.horovod.util",
     "horovod.runner": "instep.launch.horovod_runner",
@@ -34,7 +35,9 @@ that fits counts; the parents of these names become empty packages."""
 _ATTRIBUTES = {"horovod": (("__version__", "run"), "instep.launch.horovod_runner")}
 """Of an empty package: names in it, and the package of instep that has them."""
 
+_OTHER_FRAMEWORK = "horovod.torch, for models of PyTorch; instep has no other framework"
 _REPLACED = {
+    "apex.RNN": "torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.amp.lists": "amp.register_half_function, register_float_function, "
     "register_promote_function",
     "apex.amp.opt": "amp.initialize and amp.scale_loss",
@@ -62,14 +65,25 @@ _REPLACED = {
     "apex.fused_dense": "torch.nn.Linear and torch.nn.GELU",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
     "apex.multi_tensor_apply": "torch._foreach_add_ and its relatives",
+    "apex.pyprof": "torch.profiler.profile",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "Megatron-LM's own package megatron.core",
+    "horovod.keras": _OTHER_FRAMEWORK,
+    "horovod.mxnet": _OTHER_FRAMEWORK,
+    "horovod.ray": "instep.spawn(function, args, nprocs=4, ray={}) on a Ray cluster",
     "horovod.runner.common.util.hosts": "the command `instep horovodrun -H host:4,...`",
     "horovod.runner.elastic": "the command `instep horovodrun --host-discovery-script FILE`",
     "horovod.runner.gloo_run": "the command `instep horovodrun`, or horovod.run",
     "horovod.runner.launch": "the command `instep horovodrun`, or horovod.run",
     "horovod.runner.mpi_run": "the command `instep horovodrun`, or horovod.run",
+    "horovod.spark": "instep.spawn, or the command `instep horovodrun` on each host",
+    "horovod.tensorflow": _OTHER_FRAMEWORK,
+    "jittor.dataset.cifar": "torchvision.datasets.CIFAR10 and CIFAR100",
+    "jittor.dataset.mnist": "torchvision.datasets.MNIST",
+    "jittor.dataset.voc": "torchvision.datasets.VOCSegmentation",
+    "jittor.distributions": "torch.distributions",
     "jittor.init": "torch.nn.init",
+    "jittor.lr_scheduler": "torch.optim.lr_scheduler",
     "jittor.models": "torchvision.models",
     "jittor.nn": "torch.nn, and jittor.optim for the optimizers",
     "jittor.transform": "torchvision.transforms",

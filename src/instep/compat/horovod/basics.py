@@ -50,12 +50,12 @@ def session() -> HorovodSession:
 
 
 def init(
-    comm: object | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
     """Meet the other ranks; does nothing if they have met.
 
     Args:
-        comm: must be None, since the launcher decides which ranks there are.
+        comm: None or a list of all ranks, since the launcher decides which ranks there are.
         process_sets: ProcessSets to register at once. "dynamic" has no meaning here: sets can
             always be added.
 
@@ -66,14 +66,16 @@ def init(
     cycles under HOROVOD_TIMELINE_MARK_CYCLES. DYNAMIC names none: in Horovod it only allows
     `start_timeline`.
 
-    Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for a `comm`,
-    LaunchError.
+    Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for another
+    `comm`, LaunchError.
     """
     global _session
-    if comm is not None:
+    if comm is not None and not isinstance(comm, Sequence):
         raise UnsupportedFeatureError.communicator()
     if is_initialized():
         return
+    if comm and sorted(comm) != [*range(bootstrap.current().size)]:
+        raise UnsupportedFeatureError.some_ranks(comm, bootstrap.current().size)
     if (file := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         os.environ.setdefault(settings.TIMELINE.name, file)
     _session = _join()

@@ -39,6 +39,14 @@ class UnsupportedFeatureError(InstepError, NotImplementedError, AttributeError):
             "takes no comm: the launcher decides which ranks there are."
         )
 
+    @classmethod
+    def some_ranks(cls, ranks: Iterable[int], size: int) -> UnsupportedFeatureError:
+        """`comm` of `init` has other ranks than the job."""
+        return cls(
+            f"hvd.init(comm={list(ranks)}): the launcher decides which ranks there are, here "
+            f"{size}. Leave out comm, and give hvd.init(process_sets=[hvd.ProcessSet(ranks)])."
+        )
+
 
 class WrongArgumentError(InstepError, ValueError):
     """An argument that has no meaning."""

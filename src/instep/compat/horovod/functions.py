@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -120,8 +122,9 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """Root's object, pickled; on root the object itself. Raises as `broadcast`."""
-    sent = signed_pickle.dumps(obj) if rank() == root_rank else b""
+    """Root's object, pickled; on root the object itself. Functions without a name and classes of a
+    function may be in it. Raises as `broadcast`."""
+    sent = _dumps(obj) if rank() == root_rank else b""
     name = full_name("broadcast_object", name, process_set)
     handle = _gather_bytes(name, sent, process_set, root=root_rank)
     (received,) = (part for part in handle.result() if part)
@@ -134,8 +137,18 @@ def allgather_object(
 ) -> list[T]:
     """Every rank's object, pickled, in the order of ranks. Raises as `allgather`."""
     name = full_name("allgather_object", name, process_set)
-    handle = _gather_bytes(name, signed_pickle.dumps(obj), process_set)
+    handle = _gather_bytes(name, _dumps(obj), process_set)
     return [signed_pickle.loads(part) for part in handle.result()]
+
+
+def _dumps(obj: object) -> bytes:
+    """The signed pickle of an object, by cloudpickle if it needs that: a class of the script that
+    went through it would be another class."""
+    try:
+        content = pickle.dumps(obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        content = cloudpickle.dumps(obj)
+    return signed_pickle.sign_pickle(content)
 
 
 def _gather_bytes(

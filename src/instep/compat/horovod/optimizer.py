@@ -58,7 +58,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Returns:
         An instance of a class derived from `optimizer`'s, with `synchronize()`,
-        `skip_synchronize()` and `set_backward_passes_per_step(n)`.
+        `skip_synchronize()` and `set_backward_passes_per_step(n)`, and with the arguments as
+        attributes: `backward_passes_per_step`, `op`, `gradient_predivide_factor`,
+        `sparse_as_dense`, `process_set`.
 
     Raises WrongArgumentError (a ValueError), UnsupportedOpError, NotInitializedError.
     """
@@ -85,6 +87,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = cls.__new__(cls)
     # A scheduler has replaced `step` of the instance that it was given.
     vars(distributed).update({name: v for name, v in vars(optimizer).items() if name != "step"})
+    vars(distributed).update(
+        op=parsed,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
     distributed._begin(_add_number(names) if named_parameters is None else names, options)
     distributed.set_backward_passes_per_step(backward_passes_per_step)
     return distributed
@@ -104,6 +112,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Send gradients after this number of backwards, from the next step on."""
         _check_passes(passes)
+        self.backward_passes_per_step = passes
         if self._averager is not None:
             self._averager.passes = passes
 
@@ -181,6 +190,7 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Check the number only: gradients are not sent, so any number may be accumulated."""
         _check_passes(passes)
+        self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
         """Do nothing: `step` combines the steps."""

@@ -61,6 +61,7 @@ _WORLD_ATTRIBUTES = {
 }
 
 _IN_ITS_PLACE = {
+    "Function": "torch.autograd.Function",
     "Module": "torch.nn.Module",
     "Var": "torch.Tensor",
     "array": "torch.tensor",
@@ -72,6 +73,7 @@ _IN_ITS_PLACE = {
     "int32": "torch.tensor(..., dtype=torch.int32)",
     "load": "torch.load",
     "local_rank": "mpi.local_rank()",
+    "lr_scheduler": "torch.optim.lr_scheduler",
     "models": "torchvision.models",
     "nn": "torch.nn, and jt.optim for the optimizers",
     "no_grad": "torch.no_grad",

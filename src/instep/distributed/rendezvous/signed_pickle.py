@@ -22,7 +22,12 @@ _NAME = "an object of another rank"
 
 def dumps(value: object) -> bytes:
     """The signed pickle of a value. Raises what pickle.dumps raises."""
-    return sign(_key(), pickle.dumps(value), _NAME)
+    return sign_pickle(pickle.dumps(value))
+
+
+def sign_pickle(content: bytes) -> bytes:
+    """A pickle as `loads` reads it."""
+    return sign(_key(), content, _NAME)
 
 
 def loads(received: bytes | memoryview) -> Any:
