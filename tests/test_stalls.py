@@ -263,6 +263,28 @@ def test_the_line_is_not_one_of_code_that_a_library_generates() -> None:
     assert found == [f"{__file__}:{inspect.currentframe().f_lineno - 1}"]
 
 
+def test_a_main_thread_without_frames_is_at_the_end_of_python(tmp_path: Path) -> None:
+    """At exit a function of C may wait: no line of Python has called it."""
+    script = tmp_path / "ending.py"
+    script.write_text(
+        "import atexit, os, threading\n"
+        "from instep.distributed.watchdog.call_stack import *\n"
+        "from instep.distributed.watchdog.call_stack import format_main_thread_stack\n"
+        "from instep.distributed.watchdog.stalls.python_stacks import *\n"
+        "def look():\n"
+        "    while main_thread_frames():\n"
+        "        os.sched_yield()\n"
+        "    found = main_thread_line(), main_thread_fields()['innermost']\n"
+        "    print(*found, main_thread_wait(), [format_main_thread_stack()], flush=True)\n"
+        "    os.write(write, b'x')\n"
+        "read, write = os.pipe()\n"
+        "atexit.register(os.read, read, 1)\n"
+        "threading.Thread(target=look, daemon=True).start()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("Python's end Python's end None ['']\n", "")
+
+
 def test_like_states_are_merged_and_those_that_wait_come_first() -> None:
     states = {
         0: {"what": "waits in barrier at a.py:3", "waited": 30.4, "stacks": ""},

@@ -41,6 +41,8 @@ _ROOT_ARGUMENTS = {"broadcast": ("src", "group_src"), "reduce": ("dst", "group_d
 _PEER_ARGUMENTS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
 """Functions that wait for one rank, and the arguments that name it."""
 
+NO_LINE = "Python's end"
+"""Where the main thread runs no line: in a function of C that atexit calls, for example."""
 _NEW_GROUP = "new_group"
 """The function of torch.distributed in which the members of a new group meet."""
 _WAITING = _GROUP_OPS | _PEER_ARGUMENTS.keys() | {_NEW_GROUP}
@@ -122,6 +124,8 @@ def main_thread_root() -> int | None:
 def main_thread_line() -> str:
     """The line of the script, or of a library that it uses, that the main thread runs."""
     frames = main_thread_frames()
+    if not frames:
+        return NO_LINE
     scripts = (
         frame
         for frame in frames
@@ -133,7 +137,7 @@ def main_thread_line() -> str:
 def format_main_thread_stack() -> str:
     """The main thread's frames in the script, in the format of a traceback."""
     frames = main_thread_frames()
-    lines = format_frames(frames[frames.index(script_frame(frames[0])) :])
+    lines = frames and format_frames(frames[frames.index(script_frame(frames[0])) :])
     return f"Stack (most recent call last):\n{lines}" if lines else ""
 
 
@@ -150,7 +154,8 @@ def main_thread_frames() -> list[FrameType]:
 
 
 def thread_frames(thread: threading.Thread) -> list[FrameType]:
-    """A thread's frames, the innermost first; none if it has ended."""
+    """A thread's frames, the innermost first; none if it has ended, or runs C code that no Python
+    code has called."""
     with no_garbage_collection():
         innermost = sys._current_frames().get(thread.ident or 0)
         return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []

@@ -15,6 +15,7 @@ import threading
 from functools import cache
 
 from instep.distributed.watchdog.call_stack import (
+    NO_LINE,
     format_frames,
     main_thread_frames,
     thread_frames,
@@ -46,9 +47,12 @@ def main_thread_fields() -> dict[str, object]:
     or imports a module."""
     frames = main_thread_frames()
     files = [frame.f_code.co_filename for frame in frames]
-    code = frames[0].f_code
+    innermost = NO_LINE
+    if frames:
+        code = frames[0].f_code
+        innermost = f"{os.path.basename(code.co_filename)}:{frames[0].f_lineno}, {code.co_name}"
     return {
-        "innermost": f"{os.path.basename(code.co_filename)}:{frames[0].f_lineno}, {code.co_name}",
+        "innermost": innermost,
         "at_breakpoint": any(file.endswith(_BREAKPOINT_FILES) for file in files),
         "loads_data": any(file.endswith("torch/utils/data/dataloader.py") for file in files),
         "imports": any(file.startswith("<frozen importlib") for file in files),
