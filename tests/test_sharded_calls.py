@@ -1104,6 +1104,23 @@ def test_what_fails_for_some_rows_is_reported_with_its_exception_for_one_size() 
 
 
 @ranks(2)
+def test_a_report_says_that_other_calls_of_the_module_are_divided() -> None:
+    """As a recurrent network that is trained on batches, and generates from one state of two
+    layers."""
+    model = nn.Linear(6, 3)
+    with sharding() as log:
+        for x in (torch.randn(4, 6), torch.randn(6), torch.randn(4, 6)):
+            model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes some calls of Linear whole, while its others are divided: "
+            "it cannot be computed for some of its rows (RuntimeError: mat1 and mat2 shapes cannot "
+            "be multiplied (1x3 and 6x3)). [INS711]\n"
+        )
+
+
+@ranks(2)
 def test_a_call_without_rows_says_so() -> None:
     with sharding() as log:
         nn.PReLU()(torch.tensor(2.0))

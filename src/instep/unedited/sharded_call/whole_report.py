@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process import print_line
-from instep.unedited.sharded_call.plan.plan_cache import is_whole_by_itself
+from instep.unedited.sharded_call.plan.plan_cache import has_divided_calls, is_whole_by_itself
 from instep.unedited.sharded_call.plan.whole_reasons import (
     FEW_ROWS,
     NO_ROWS,
@@ -45,5 +45,8 @@ def report_whole(module: nn.Module, why: WholeReason) -> None:
         text = why.text
         if group.is_virtual and why == FEW_ROWS:
             text = text.replace("ranks", "shards")
-        line = f"every rank computes {name} whole{separator}{text}."
+        which = f"{name} whole"
+        if why.kind is not ReasonKind.OF_ARGUMENTS and has_divided_calls(module):
+            which = f"some calls of {name} whole, while its others are divided"
+        line = f"every rank computes {which}{separator}{text}."
         print_line(f"{line} [INS711]")

@@ -355,6 +355,11 @@ def is_whole_by_itself(module: nn.Module) -> bool:
     return any(why is not None and why.kind is not ReasonKind.OF_ARGUMENTS for why in reasons)
 
 
+def has_divided_calls(module: nn.Module) -> bool:
+    """Whether calls of the module with some arguments are divided."""
+    return any(entry.plan is not None for entry in _entries_of(module))
+
+
 def compare_others(entry: CacheEntry, module: nn.Module) -> None:
     """Let the next calls with other keys be compared: of this one a comparison has failed."""
     for each in _entries_of(module):
