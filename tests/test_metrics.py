@@ -69,6 +69,8 @@ def test_rows_are_gathered_without_gradient_and_a_scalar_has_none() -> None:
     assert not gathered.requires_grad
     with pytest.raises(ValueError, match="one row for each sample; got a scalar"):
         instep.gather_rows(rows.sum())
+    with pytest.raises(TypeError, match="for each sample, not list"):
+        instep.gather_rows([rows])
 
 
 def add_up(n, how):

@@ -231,6 +231,19 @@ def test_what_has_no_blocks_says_why():
         instep.shard((torch.ones(3), torch.ones(4)))
     with pytest.raises(CannotShardError, match="got int"):
         instep.shard(3)
+    with pytest.raises(CannotShardError, match=r"got int\. A sampler.* is divided by its loader"):
+        next(iter(instep.shard(SequentialSampler(range(9)))))
+
+
+@ranks(1, 2)
+def test_several_loaders_in_one_call_are_no_batch():
+    loaders = [DataLoader(numbers(8), 2), DataLoader(numbers(4), 2)]
+    for several in (loaders, tuple(loaders), {"train": loaders[0], "size": 2}):
+        with pytest.raises(CannotShardError, match="got 2 things, a DataLoader among them"):
+            instep.shard(several)
+    model = nn.Linear(1, 1)
+    with pytest.raises(CannotShardError, match="a Linear among them"):
+        instep.shard((model, torch.optim.SGD(model.parameters(), 1)))
 
 
 class Batches:

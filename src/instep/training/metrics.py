@@ -201,9 +201,15 @@ def gather_rows(rows: Tensor) -> Tensor:
     Returns:
         (N, ...), detached, on the device of `rows`; N is the number of samples of the batch.
 
-    Collective. Raises ValueError for a tensor without dimensions, TrainingError if some ranks have
-    no rows of the first batch of a loop without gradients, and what `all_gather` raises.
+    Collective. Raises TypeError for what is no tensor, ValueError for one without dimensions,
+    TrainingError if some ranks have no rows of the first batch of a loop without gradients, and
+    what `all_gather` raises.
     """
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            f"gather_rows takes a tensor with one row for each sample, not {type(rows).__name__}; "
+            "lists of the ranks come by instep.all_gather_object."
+        )
     if rows.dim() == 0:
         raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")
     note_collective()

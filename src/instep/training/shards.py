@@ -100,6 +100,8 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
         raise CannotShardError(
             "a model is not divided: instep.replicate(model) keeps it the same on all ranks."
         )
+    if isinstance(what, list | tuple | dict):
+        _check_entries([*what.values()] if isinstance(what, dict) else [*what])
     follow_other_models()
     if isinstance(what, DataLoader):
         check_same_data(what)
@@ -110,6 +112,18 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
 
 
 # ------------------------------------------------------------------------------- one batch
+
+
+def _check_entries(entries: list[object]) -> None:
+    """Raise CannotShardError for several loaders, which are not the samples of a batch."""
+    kinds = DataLoader | Optimizer | nn.Module | Dataset | SlicedLoader
+    found = next((each for each in entries if isinstance(each, kinds)), None)
+    if found is not None:
+        raise CannotShardError(
+            f"instep.shard takes one loader, batch or optimizer, and got {len(entries)} things, a "
+            f"{type(found).__name__} among them. Call it for each: train, test = "
+            "instep.shard(train), instep.shard(test); of a model it is instep.replicate(model)."
+        )
 
 
 def _shard_batch(batch: T) -> T:

@@ -142,6 +142,11 @@ def _map_fields(record: Any, function: Any) -> Any:
 
 
 def _no_rows(batch: object) -> CannotShardError:
+    if isinstance(batch, int):
+        return CannotShardError(
+            f"a batch has rows; got {type(batch).__name__}. A sampler, which yields numbers, is "
+            "divided by its loader: instep.shard(DataLoader(dataset, batch_size, sampler=sampler))."
+        )
     tensors = tensor_leaves(batch)
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or type(batch).__name__
     return CannotShardError(
