@@ -119,12 +119,17 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (18, "INS106"),
         (20, "INS106"),
         (24, "INS106"),
-        (67, "INS106"),
-        (77, "INS407"),
+        (74, "INS106"),
+        (84, "INS407"),
     ],
     "own_turns.py": [(19, "INS601")],
     "plain.py": [],
     "rank_modulo_devices.py": [],
+    "replicas_in_ddp.py": [
+        (8, "INS310"),
+        (10, "INS310"),
+        (11, "INS310"),
+    ],
     "slurm_node_list.py": [
         (9, "INS504"),
         (15, "INS514"),
@@ -305,6 +310,50 @@ def test_a_call_over_several_lines_may_be_kept_at_its_end() -> None:
 def test_other_accelerators_are_like_cuda(lines: str, codes: list[str]) -> None:
     begin = "import os, torch\nimport torch.distributed as dist\ndist.init_process_group()\n"
     assert checked(f"{begin}{lines}\n") == codes
+
+
+@pytest.mark.parametrize(
+    ("library", "rank", "size"),
+    [
+        ("import horovod.torch as hvd", "hvd.rank()", "hvd.size()"),
+        ("import torch.distributed as dist", "torch.distributed.get_rank()",
+         "torch.distributed.get_world_size()"),
+    ],
+)  # fmt: skip
+def test_advice_asks_the_library_of_the_script_for_the_rank(
+    library: str, rank: str, size: str
+) -> None:
+    script = (
+        f"{library}\nimport torch\nfrom torchvision import transforms\n"
+        "torch.distributed.init_process_group()\n"
+        "torch.manual_seed(7)\ncrop = transforms.RandomCrop(32)\n"
+        "batch_size = args.batch_size // torch.cuda.device_count()\n"
+        "torch.save(model.state_dict(), 'model.pt')\n"
+    )
+    found = {f.code: f.mend for f in check_script(Script("train.py", script), RULES.values())}
+    assert found["INS302"].startswith(f"torch.manual_seed(7 + {rank})")
+    assert found["INS405"] == f"args.batch_size // {size}"
+    assert found["INS601"].startswith(f"if {rank} == 0:")
+
+
+def test_under_shard_equal_seeds_are_right_and_the_batch_is_left_whole() -> None:
+    script = (
+        "import instep\nimport torch\nfrom torchvision import transforms\n"
+        "torch.manual_seed(7)\ncrop = transforms.RandomCrop(32)\n"
+        "batch_size = args.batch_size // torch.cuda.device_count()\n"
+        "loader = instep.shard(make_loader(crop, batch_size))\n"
+    )
+    (finding,) = check_script(Script("train.py", script), RULES.values())
+    assert (finding.code, finding.mend) == ("INS405", "args.batch_size")
+
+
+def test_accelerate_tells_which_process_writes() -> None:
+    script = (
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "torch.save(model.state_dict(), 'model.pt')\n"
+    )
+    (finding,) = check_script(Script("train.py", script), RULES.values())
+    assert finding.mend.startswith("if accelerator.is_main_process:")
 
 
 @pytest.mark.parametrize("name", ["--local_rank", "--local-rank"])

@@ -50,9 +50,25 @@ class RankExpressions:
         the libraries that a script imports for several processes know better.
         """
         roots = self.script.imported_roots
+        if "accelerate" in roots and not roots & {"instep", "horovod"}:
+            return "accelerator.is_main_process"
+        return f"{self.rank} == 0"
+
+    @property
+    def rank(self) -> str:
+        """The expression for the rank in this script, of the library that it imports."""
+        return self._choose("instep.rank", "hvd.rank()", "torch.distributed.get_rank()")
+
+    @property
+    def world_size(self) -> str:
+        """The expression for the number of processes."""
+        return self._choose("instep.world_size", "hvd.size()", "torch.distributed.get_world_size()")
+
+    def _choose(self, of_instep: str, of_horovod: str, of_torch: str) -> str:
+        roots = self.script.imported_roots
         if "instep" in roots:
-            return "instep.rank == 0"
-        return "hvd.rank() == 0" if "horovod" in roots else "torch.distributed.get_rank() == 0"
+            return of_instep
+        return of_horovod if "horovod" in roots else of_torch
 
     def rank_type(self, node: ast.AST | None, depth: int = 3) -> RankType | None:
         """Whether an expression is a rank of the job, of its node, or a device; None: neither."""

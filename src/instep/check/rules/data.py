@@ -11,6 +11,7 @@ from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo, split_words
 
 WORKER_FLAGS = {"workers", "num_workers", "n_workers", "nworkers", "num_worker", "data_workers"}
+_VALUES = [f"instep.{name}" for name in ("rank", "local_rank", "world_size", "is_main_process")]
 
 
 @rule("INS301", Severity.ERROR, "set_epoch is never called on a shuffling DistributedSampler.")
@@ -302,7 +303,7 @@ def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
     rank batches of its own: `instep.shard` refuses to divide them again, and without it the batch
     of the job is N times that of one process, with 1/N of the steps. `model.module` is an
     AttributeError, since `replicate` returns the model itself and no wrapper; so is `set_epoch`,
-    which nothing needs: each epoch has an order of its own.
+    which nothing needs. `instep.rank()` is a TypeError: `instep.rank` is a number.
 
     ## Bad
     ```python
@@ -347,10 +348,16 @@ def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
                 else "with N processes the batch of the job is N times that of one process",
                 "instep.shard(DataLoader(dataset, batch_size, shuffle=True))",
             )
+    yield from _wrapped_replicas(info, replicas)
+    for call in info.script.calls_of(*_VALUES):
+        value = info.script.source(call.func)
+        yield Hit(call, f"{value} is no function", "at any N, a TypeError", value)
     for asked in info.script.all(ast.Attribute):
         own, name = info.script.source(asked.value), asked.attr
         sharded = name == "set_epoch" and any(c in shards for c in info.origins.calls(asked.value))
         if not sharded and not (name == "module" and _is_replicated(info, asked.value)):
+            continue
+        if name == "module" and info.ddp_call_of(asked.value) is not None:
             continue
         if not _may_be_missing(info, asked):
             yield Hit(
@@ -358,6 +365,19 @@ def _leftover_of_ddp(info: ScriptInfo) -> Iterator[Hit]:
                 f"{own} has no attribute {name}",
                 "at any N, an AttributeError",
                 "# delete it: each epoch has an order of its own" if sharded else own,
+            )
+
+
+def _wrapped_replicas(info: ScriptInfo, replicas: list[ast.Call]) -> Iterator[Hit]:
+    """DistributedDataParallel around what instep.replicate returns."""
+    for wrapper in info.ddp_calls:
+        made = info.origins.calls(wrapper.args[0]) if wrapper.args else []
+        if any(c in replicas and not info.script.are_exclusive(c, wrapper) for c in made):
+            yield Hit(
+                wrapper,
+                f"{info.script.source(wrapper.func)} wraps what instep.replicate returns",
+                "from N = 2 on, the gradients are sent twice; at N = 1 there is no process group",
+                info.script.source(wrapper.args[0]),
             )
 
 

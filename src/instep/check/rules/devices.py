@@ -64,9 +64,7 @@ def _hit(info: ScriptInfo, value: ast.expr, name: str) -> Hit:
         value,
         f"{name} is the number of devices that this process sees, not of processes",
         "wrong whenever N differs: fewer processes than devices, or more than one node",
-        "hvd.size()"
-        if any("horovod" in m for m in info.script.imported_modules)
-        else "torch.distributed.get_world_size()",
+        info.ranks.world_size,
     )
 
 

@@ -384,12 +384,15 @@ def _batch_over_device_count(info: ScriptInfo) -> Iterator[Hit]:
         if not _is_batch(info, divided.left) or not info.is_device_count(divided.right):
             continue
         if info.processes.runs_on_ranks(divided):
+            batch = info.script.source(divided.left)
             yield Hit(
                 divided,
                 f"{info.script.source(divided)} divides by the devices that this process sees",
-                "on k nodes the batch of the job is k times as large",
-                f"{info.script.source(divided.left)} // dist.get_world_size()",
-            )
+                *(("on k devices the batch of the job is 1/k of what was asked for", batch)
+                  if any(info.script.calls_of("instep.shard"))
+                  else ("on k nodes the batch of the job is k times as large",
+                        f"{batch} // {info.ranks.world_size}")),
+            )  # fmt: skip
 
 
 def _is_batch(info: ScriptInfo, node: ast.expr) -> bool:

@@ -53,8 +53,8 @@ def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
     ranked = [c for c in info.script.calls_of(*SEEDING) if _seed_depends_on_rank(info, c)]
     if ranked or not any(name.startswith("Random") for name in info.transforms):
         return
-    if _seeds_workers(info):
-        return
+    if _seeds_workers(info) or any(info.script.calls_of("instep.shard")):
+        return  # by instep.shard each sample has random numbers of its own
     for call in seeds:
         if info.processes.runs_on_ranks(call) or info.processes.spawn is None:
             text = info.script.source(call)
@@ -62,7 +62,7 @@ def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
                 call,
                 "every rank draws from the same seed, and the transforms are random",
                 "from N = 2 on, the k-th sample of every rank gets the same augmentation",
-                f"{text[:-1]} + dist.get_rank())  # again, after the model is built",
+                f"{text[:-1]} + {info.ranks.rank})  # again, after the model is built",
             )
             return
 

@@ -157,7 +157,11 @@ def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:
 
 def depends_on_rows(info: ScriptInfo, loop: ast.For, node: ast.expr, depth: int) -> bool:
     """Whether a value is computed from what the loop runs over."""
-    rows = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+    rows = {
+        each.id
+        for each in ast.walk(loop.target)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)  # no `state` of state.i
+    }
     if "enumerate" in map(info.script.call_name, ast.walk(loop.iter)):
         number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
         rows.discard(info.script.dotted_name(number))

@@ -100,10 +100,10 @@ def _write_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
         if (function, text) in seen or _is_reported_elsewhere(info, call):
             continue
         seen.add((function, text))
-        where = info.script.source(path) if path is not None else "its file"
+        where = f" on {info.script.source(path)}" if path is not None else ""
         yield Hit(
             call,
-            f"every process runs {info.script.source(call.func)} on {where}",
+            f"every process runs {info.script.source(call.func)}{where}",
             "from N = 2 on, every curve appears N times"
             if info.script.call_name(call) in CURVES
             else "from N = 2 on, the processes write over each other",
