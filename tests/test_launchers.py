@@ -18,6 +18,7 @@ from instep.distributed.identity.launchers import detect, endpoint
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
+from launching import free_port
 
 # Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8; on one host Horovod 0.28.1.
 
@@ -376,6 +377,23 @@ def test_a_word_that_is_neither_a_command_nor_a_file_is_an_error_of_one_line(cap
         "instep: no-such-script.py is no command of instep's, and there is no such script. "
         "See instep --help.\n"
     )
+
+
+@pytest.mark.parametrize("script", ["", "import instep; instep.init()"])
+def test_a_rank_whose_peer_never_comes_ends_with_a_line_or_in_a_call_with_its_line(
+    tmp_path, script
+):
+    (tmp_path / "train.py").write_text(script)
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **alone)
+        | {"INSTEP_TIMEOUT": "1"},
+    )  # fmt: skip
+    assert ran.returncode
+    assert "rank 1 of 2 did not come within 1 seconds" in ran.stderr.splitlines()[-1]
+    assert ("Traceback" in ran.stderr) == ('train.py", line 1' in ran.stderr) == bool(script)
 
 
 # --------------------------------------------------------------------------------- the real ones

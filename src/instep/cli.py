@@ -178,8 +178,13 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
         return _refuse(error)
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this command itself
+    begun: list[bool] = []
     try:
-        program.run_program(words, plain=plain)
+        program.run_program(words, plain=plain, begin=lambda: begun.append(True))
+    except LaunchError as error:
+        if begun:
+            raise  # the script's own: it may have called `instep.init`
+        return _refuse(error)
     except SystemExit as leaving:  # no sys.excepthook hears of it
         if system_exit_code(leaving):
             program.failing(f"SystemExit: {leaving.code}")
