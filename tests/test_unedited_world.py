@@ -236,8 +236,8 @@ def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) ->
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stderr) == (0, (
         "instep: every rank runs this script as it is, since ../mine.py uses instep itself. It "
-        "does not call instep.shard: if it does not divide its data otherwise, these are 2 "
-        "identical runs. [INS714]\n"
+        "does not call instep.shard: if it does not divide its data otherwise, each of the 2 "
+        "ranks computes all of it. [INS714]\n"
     ))  # fmt: skip
     assert place.left("n2") == {"rank0": b"(0, 2)", "rank1": b"(1, 2)"}
     script = place.script("import os; open(os.environ['RANK'], 'w')", "plain.py")

@@ -30,8 +30,8 @@ class BatchEffect(StrEnum):
     PER_RANK = "Its batch is then {n} times larger, with 1/{n} of the steps."
     IDENTICAL = "These are {n} identical runs."
     UNSHARDED = (
-        "It does not call instep.shard: if it does not divide its data otherwise, these are {n} "
-        "identical runs."
+        "It does not call instep.shard: if it does not divide its data otherwise, each of the {n} "
+        "ranks computes all of it."
     )
     SAME = ""
     """The script divides the batch that it names."""
