@@ -112,8 +112,9 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (36, "INS210"),
         (39, "INS101"),
         (46, "INS101"),
-        (66, "INS401"),
-        (67, "INS201"),
+        (64, "INS210"),
+        (79, "INS401"),
+        (80, "INS201"),
     ],
     "own_steps.py": [
         (18, "INS106"),

@@ -54,6 +54,19 @@ def in_a_world_of_one(model):
     return accuracy.compute(), instep.all_reduce(torch.ones(1))
 
 
+def kept_if_best(model):
+    best = 0.0
+    for epoch in range(9):
+        total = batches = 0.0
+        for x, y in loader:
+            total += loss_of(model(x), y).item()
+            batches += 1
+        if total < best:
+            best = total
+        if batches > 100:
+            print("many")
+
+
 def of_all_rows(model):
     outputs, accuracy = [], instep.Accuracy()
     for x, y in loader:

@@ -69,6 +69,7 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     ```
     """
     happens = "from N = 2 on, the result differs by rank, and from that of one process"
+    divided: set[object] = set()
     for numerator, denominator, place in counting.divisions(info):
         name, count = counting.count_name(numerator), _own_count(info, denominator, place)
         if name is None or count is None or name == count:
@@ -76,7 +77,12 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
         if counting.is_reduced_nearby(info, place):
             continue
         if any(counting.sharded_loaders_of(info, place, name)):
+            divided.add((info.script.function_of(place), name))
             yield Hit(place, f"{name} and {count} count this rank's rows", happens, _MEND)
+    for name, choice in _choices_by_sums(info):
+        if (info.script.function_of(choice), name) not in divided:
+            test = info.script.source(choice.test)
+            yield Hit(choice, f"{test} decides by {name} of this rank's rows", happens, _MEND)
     seen: set[object] = set()
     for name, place in _uses_of_kept_values(info):
         known = {(info.script.function_of(place), name), info.script.statement_of(place)}
@@ -96,6 +102,39 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
                 "from N = 2 on, no rank sees the other rows",
                 f"for … in {source}:  # on every rank; print on one",
             )
+
+
+def _choices_by_sums(info: ScriptInfo) -> Iterator[tuple[str, ast.If]]:
+    """`if total < best:` after a loop over instep.shard(…) that adds up `total` of its rows, in no
+    loop that a choice ends, which is INS106."""
+    for choice in info.script.all(ast.If):
+        outer = [*info.script.parent_loops(choice)]
+        if any(isinstance(each, ast.Break | ast.Continue) for o in outer for each in ast.walk(o)):
+            continue
+        compared = [
+            side
+            for test in ast.walk(choice.test)
+            if isinstance(test, ast.Compare)
+            for side in (test.left, *test.comparators)
+            if isinstance(side, ast.Name)
+        ]
+        for name in compared:
+            if _is_sum_of_own_rows(info, name) and not counting.is_reduced_nearby(info, choice):
+                yield name.id, choice
+                break
+
+
+def _is_sum_of_own_rows(info: ScriptInfo, name: ast.Name) -> bool:
+    return any(
+        info.script.dotted_name(changed.target) == name.id
+        and info.script.are_in_one_function(changed, name)
+        and counting.sharded_loader(info, loop.iter) is not None
+        and not info.script.is_inside(name, loop)
+        and depends_on_rows(info, loop, changed.value, DEPTH)
+        for changed in info.script.all(ast.AugAssign)
+        for loop in info.script.parent_loops(changed)
+        if isinstance(loop, ast.For)
+    )
 
 
 def _joins_rows(info: ScriptInfo, place: ast.AST) -> bool:
