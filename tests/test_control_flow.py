@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import queue
 import random
+import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 import instep
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan.control_flow import ControlFlow
+from instep.unedited.sharded_call.plan.control_flow import ControlFlow, NewBranch
 from oracle import Log, same_as_one_process
 from pool import ranks
 from sharded_training import Around, batches, sharding, train, unedited
@@ -221,6 +224,134 @@ def test_what_it_prints_for_the_first_time_is_of_the_whole_batch() -> None:
         for x, y in batches(STEPS):
             F.cross_entropy(model(x), y).backward()
     assert printed.getvalue() == "13 rows\n"
+
+
+Begun = tuple[Callable[[Tensor], Tensor], Callable[[], Any]]
+"""What a forward does with its scores from the call LATE on, and what is left of it in the end."""
+
+
+def takes_the_next_of(values: Iterator[int]) -> Begun:
+    return (lambda scores: scores * next(values)), (lambda: next(values))
+
+
+def counts() -> Iterator[int]:
+    count = 1
+    while True:
+        count += 1
+        yield count
+
+
+def fills_a_queue() -> Begun:
+    entries: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def put(scores: Tensor) -> Tensor:
+        entries.put(len(scores))
+        return scores
+
+    return put, lambda: [entries.get() for _ in range(entries.qsize())]
+
+
+def empties_a_queue() -> Begun:
+    entries: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for k in range(1, 3 * STEPS):
+        entries.put(k)
+    return (lambda scores: scores * entries.get()), entries.get
+
+
+def writes_to_an_open_file() -> Begun:
+    file = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    def write(scores: Tensor) -> Tensor:
+        file.write(f"{len(scores)} ")
+        return scores
+
+    def read() -> str:
+        file.seek(0)
+        with file:
+            return file.read()
+
+    return write, read
+
+
+def draws() -> Begun:
+    source = random.Random(1)
+    return (lambda scores: scores * source.random()), source.random
+
+
+def differentiates() -> Begun:
+    def backward(scores: Tensor) -> Tensor:
+        scores.square().mean().backward(retain_graph=True)
+        return scores
+
+    return backward, lambda: None
+
+
+BEGUN: dict[str, Callable[[], Begun]] = {
+    "iterator": lambda: takes_the_next_of(iter(range(1, 99))),
+    "generator": lambda: takes_the_next_of(counts()),
+    "put": fills_a_queue,
+    "get": empties_a_queue,
+    "file": writes_to_an_open_file,
+    "random": draws,
+    "backward": differentiates,
+}
+
+
+class BeginsLater(Around):
+    calls = 0
+
+    def __init__(self, begun: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.begun = begun
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores: Tensor = self.body(x)
+        if self.calls >= LATE:
+            scores = self.begun(scores)
+        return scores
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", BEGUN)
+def test_what_a_later_call_begins_to_do_is_done_once(kind: str) -> None:
+    def learn() -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        begun, left = BEGUN[kind]()
+        model = BeginsLater(begun).double()
+        for x, y in batches(STEPS):
+            F.cross_entropy(model(x), y).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], left()
+
+    expected = learn()
+    with sharding():
+        found = learn()
+        assert modules.call_counts.sharded >= LATE - 3
+    assert found[1] == expected[1]
+    for own, of_one in zip(found[0], expected[0], strict=True):
+        assert torch.allclose(own, of_one, rtol=1e-12)
+
+
+class QueuesLargeBatches(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 9:
+            self.queue.put(len(x))
+        scores: Tensor = self.body(x)
+        return scores
+
+
+@ranks(2)
+def test_arguments_that_are_tried_begin_nothing() -> None:
+    model = QueuesLargeBatches().double()
+    with sharding():
+        for x, y in batches(3):
+            F.cross_entropy(model(x), y).backward()
+        assert modules.call_counts.whole == 0
+    assert model.queue.empty()
 
 
 class DrawsByItsRows(Around):
@@ -495,6 +626,56 @@ def test_code_that_cannot_be_hashed_is_not_followed() -> None:
     assert torch.equal(found, x + 1)
     trace.learn()
     assert not flow.may_branch()
+
+
+class Finalized:
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def __del__(self) -> None:
+        self.done.append("finalized")
+
+
+def drops(kept: list[Any]) -> None:
+    kept.clear()
+
+
+def test_a_finalizer_is_not_stopped() -> None:
+    flow, done = ControlFlow(), []
+    with flow.traced() as trace:
+        drops([])
+    trace.learn()
+    kept = [Finalized(done)]
+    with flow.traced(stops=True) as trace:
+        drops(kept)
+    assert done == ["finalized"]
+    assert trace.is_new
+
+
+def test_the_handler_of_a_signal_is_not_stopped() -> None:
+    flow, done = ControlFlow(), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
+    try:
+        with flow.traced(stops=True) as trace:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done == ["handled"]
+    assert trace.is_new
+
+
+@pytest.mark.parametrize("function", [sometimes, in_one_line])
+def test_a_trace_that_stops_does_so_before_a_new_branch(function: FunctionType) -> None:
+    flow, x = ControlFlow(), torch.ones(3)
+    for _ in range(2):
+        with flow.traced() as trace:
+            function(x, False)
+        trace.learn()
+    with flow.traced(stops=True) as trace:
+        function(x, False)
+        with pytest.raises(NewBranch):
+            function(x, True)
+    assert trace.is_new
 
 
 def test_the_first_calls_are_watched_and_then_some() -> None:

@@ -220,9 +220,13 @@ def is_from_signal(error: BaseException) -> bool:
     """Whether a signal's handler raised this exception, of which only this rank may know."""
     if isinstance(error, KeyboardInterrupt) and os.getpid() != _process:
         return True  # Python's own handler leaves no trace
+    return any(map(is_of_handler, (frame for frame, _ in traceback.walk_tb(error.__traceback__))))
+
+
+def is_of_handler(frame: FrameType) -> bool:
+    """Whether this is the frame of a signal's handler."""
     handlers = [_on_sigint, *map(signal.getsignal, signal.valid_signals())]
-    codes = [getattr(handler, "__code__", None) for handler in handlers]
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    return frame.f_code in [getattr(handler, "__code__", None) for handler in handlers]
 
 
 def _interrupt_at_next_line(frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, use_transport
 from instep.unedited.errors import MismatchError, ShardedCallError
+from instep.unedited.sharded_call.plan.control_flow import NewBranch
 from instep.unedited.sharded_call.plan.whole_reasons import FREEZES
 from instep.unedited.sharded_call.shards.index_checks import IndexChecks
 
@@ -42,6 +43,8 @@ def attempt(
         return None, str(mismatch)
     except ShardedCallError as error:
         why = str(error)
+    except NewBranch:
+        why = "it takes a branch that no compared call has taken"
     except Exception as error:  # whatever the script's forward raises on some of its rows
         line = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
         why = f"it cannot be computed for some of its rows ({line})"

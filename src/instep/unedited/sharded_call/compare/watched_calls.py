@@ -41,7 +41,8 @@ def run_watched(
     before, seen = Snapshot(call), versions(call.tensors)
     watch = ArgumentWatch(call, call.args, call.kwargs)
     readings = None
-    with observed(is_silent=True, is_lasting_error=True) as effects, flow.traced() as trace:
+    side_effects = observed(is_silent=True, is_lasting_error=True)
+    with side_effects as effects, flow.traced(stops=True) as trace:
         found, _ = attempt(
             lambda checked: run_sharded(call, plan, replace(group, transport=checked)),
             group.transport,

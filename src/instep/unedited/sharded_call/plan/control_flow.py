@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -21,7 +22,8 @@ from zlib import crc32
 from numpy import ndarray
 from torch import Tensor
 
-from instep.process import PACKAGE_FOLDER, is_script_file
+from instep.distributed.watchdog.interrupts import is_of_handler
+from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
@@ -34,6 +36,11 @@ _MAX_READINGS = 64
 _FIRST_CALLS, _INTERVAL = 64, 32
 """So many calls are watched, and then one of so many."""
 _PROLOGUE = ("RESUME", "MAKE_CELL", "COPY_FREE_VARS", "RETURN_GENERATOR")
+
+
+class NewBranch(BaseException):
+    """A forward is about to take a branch that no compared call has taken; an Exception could be
+    caught by the script."""
 
 
 class ControlFlow:
@@ -68,10 +75,11 @@ class ControlFlow:
         return reads or any(branches and branches.left for branches in self._codes.values())
 
     @contextmanager
-    def traced(self) -> Iterator[ForwardTrace]:
-        """Inside, forwards on this thread are traced."""
+    def traced(self, *, stops: bool = False) -> Iterator[ForwardTrace]:
+        """Inside, forwards on this thread are traced; if it `stops`, NewBranch is raised before
+        the first line of a branch that no compared call has taken."""
         global _current
-        trace, before = ForwardTrace(self._codes, self._readings), sys.gettrace()
+        trace, before = ForwardTrace(self._codes, self._readings, stops=stops), sys.gettrace()
         outer, _current = _current, trace
         methods = [(Tensor, name, _noting(getattr(Tensor, name), trace)) for name in _READING]
         with replaced(*methods):
@@ -89,14 +97,20 @@ class ForwardTrace:
     """The control flow of one or several forwards."""
 
     def __init__(
-        self, codes: dict[CodeType, _Branches | None], readings: set[tuple[Any, ...]]
+        self,
+        codes: dict[CodeType, _Branches | None],
+        readings: set[tuple[Any, ...]],
+        *,
+        stops: bool = False,
     ) -> None:
         self.readings: list[list[Any]] = [[]]
         """Of each forward."""
         self.is_over = False
         self.thread = threading.get_ident()
-        self._codes, self._readings = codes, readings
+        self._codes, self._readings, self._stops = codes, readings, stops
         self._reached: dict[CodeType, set[int]] = {}
+        self._earlier: Mapping[CodeType, set[int]] = {}
+        """What was reached before the forwards that do not count."""
 
     @property
     def checksum(self) -> int:
@@ -121,11 +135,14 @@ class ForwardTrace:
 
     @contextmanager
     def probing(self) -> Iterator[Callable[[], bool]]:
-        """Inside, forwards are traced that do not count; yields whether they have taken branches
-        or read what those before, since the trace began, have not."""
+        """Inside, forwards are traced that do not count, and stop (see `ControlFlow.traced`) before
+        a branch that those before, since the trace began, have not taken; yields whether they have
+        come to one, or read what those before have not."""
         reached = {code: set(places) for code, places in self._reached.items()}
         count = len(self.readings)
         known = {*self._readings, *map(tuple, self.readings)}
+        stops, earlier, tracing = self._stops, self._earlier, sys.gettrace()
+        self._stops, self._earlier = True, reached
 
         def is_other() -> bool:
             has_read_anew = not known.issuperset(map(tuple, self.readings[count:]))
@@ -134,6 +151,9 @@ class ForwardTrace:
         try:
             yield is_other
         finally:
+            self._stops, self._earlier = stops, earlier
+            if tracing == self.enter:  # which ends where NewBranch is raised
+                sys.settrace(tracing)
             del self.readings[count:]
             for code, places in self._reached.items():
                 places.intersection_update(reached.get(code, ()))
@@ -162,10 +182,14 @@ class ForwardTrace:
         reached = self._reached.setdefault(code, set())
         # From Python 3.12 on the first call of a function has no events of opcodes, but of lines.
         frame.f_trace_opcodes = branches.by_opcode
-        add, place_of = reached.add, attrgetter("f_lasti" if branches.by_opcode else "f_lineno")
+        add, earlier = reached.add, self._earlier.get(code, ())
+        place_of = attrgetter("f_lasti" if branches.by_opcode else "f_lineno")
 
         def trace_place(frame: FrameType, event: str, arg: Any) -> Any:
-            add(place_of(frame))
+            add(place := place_of(frame))
+            is_new = place in branches.left and place not in earlier
+            if self._stops and is_new and not _is_called_by_python(frame):
+                raise NewBranch
             return trace_place
 
         return trace_place
@@ -211,6 +235,16 @@ class _Branches:
             if line is not None and line not in raising and offset not in begins
         }
         self.left = inline | {*starts} if self.by_opcode else {*starts.values()}
+
+
+def _is_called_by_python(frame: FrameType) -> bool:
+    """Whether a finalizer or a signal's handler runs, which is no part of the forward."""
+    return any(
+        each.f_code.co_name == "__del__"
+        or each.f_code.co_filename == weakref.__file__
+        or is_of_handler(each)
+        for each in frames_from(frame)
+    )
 
 
 def _is_of_script(code: CodeType) -> bool:
