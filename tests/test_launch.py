@@ -204,6 +204,31 @@ def test_a_process_group_of_the_script_is_that_of_instep_if_there_is_one(launch:
     assert launch.events(2) == [[0, *said], [1, *said]]
 
 
+def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(launch: Launch) -> None:
+    """Of 5 rows the ranks have 2 and 3, of the last one 0 and 1."""
+    script = launch.script("""
+        import instep, torch
+        import torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(model.module.weight)
+        grads = []
+        for (x,) in instep.shard(torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.arange(1.0, 7.0)[:, None]), 5
+        )):
+            model.zero_grad()
+            (2 * model(x)).mean().backward()
+            grads.append(model.module.weight.grad.item())
+        tell(rank, *grads)
+        dist.destroy_process_group()
+    """)
+    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "cache")}
+    ended = launch.run("-n", 2, script, environ=of_torch)
+    assert ended.returncode == 0, ended.stderr
+    assert launch.events(2) == [[0, 6.0, 12.0], [1, 6.0, 12.0]]
+
+
 @pytest.mark.parametrize(
     ("begins", "limit", "seconds"),
     [

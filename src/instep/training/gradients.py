@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
-from instep.process.patching import Function, Patch
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, roots_of
@@ -48,9 +48,8 @@ _accumulating: tuple[object, int] | None = None
 batches had been loaded when it got it."""
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose gradients a DistributedOptimizer averages, with equal weights of all ranks; the
-value identifies it. Then this rank's gradient is weighted by its fraction of the batch times the
-number of ranks."""
+"""Parameters whose gradients Horovod or DDP averages over the ranks; the value says which. This
+rank's gradient is weighted by its fraction of the batch times the number of ranks."""
 
 
 @contextmanager
@@ -216,6 +215,21 @@ def backward(
 
 PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 """For all backward passes of this process."""
+
+
+def weight_averages(model: torch.nn.Module) -> None:
+    """Weight the gradients of a model that DistributedDataParallel averages."""
+    token = object()  # what holds the parameters would keep them for ever
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        externally_averaged[parameter] = token
+        parameter.register_hook(zero_if_placeholder)
+    PatchHandle([PATCH])
+
+
+def zero_if_placeholder(grad: Tensor) -> Tensor | None:
+    """Zeros on a rank without rows, which computes the gradient of a placeholder."""
+    call = forward_calls.current()
+    return torch.zeros_like(grad) if call is not None and call.is_placeholder else None
 
 
 def _check_outer_backward(roots: tuple[Root, ...]) -> None:

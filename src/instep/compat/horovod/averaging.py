@@ -20,7 +20,7 @@ from instep.compat.horovod.handles import Handle, JoinedHandle
 from instep.compat.horovod.ops import Average, ReduceOp
 from instep.compat.horovod.reductions import NamedReduction, sparse_allreduce_async
 from instep.process.patching import PatchHandle
-from instep.training import forward_calls, gradients
+from instep.training import gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors
 from instep.training.buckets.reducer import reducer_of
 
@@ -131,7 +131,7 @@ class GradientAverager:
         gradients.externally_averaged[parameter] = self._token
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
-        parameter.register_hook(_zero_if_placeholder)
+        parameter.register_hook(gradients.zero_if_placeholder)
         # The garbage collector does not see what a tensor's hooks hold: with a reference to this
         # object, which holds the parameters, none of them would ever be freed.
         reference = weakref.ref(self)
@@ -254,9 +254,3 @@ class GradientAverager:
         named = [[index_of[p] for p in group if p in index_of] for group in groups]
         grouped = {index for group in named for index in group}
         return [*filter(None, named), *([index] for index in indices if index not in grouped)]
-
-
-def _zero_if_placeholder(grad: Tensor) -> Tensor | None:
-    """Zeros on a rank without rows, which computes the gradient of a placeholder."""
-    call = forward_calls.current()
-    return torch.zeros_like(grad) if call is not None and call.is_placeholder else None
