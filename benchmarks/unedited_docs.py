@@ -31,7 +31,7 @@ WORDS = {
     "unedited.zh.md": {
         "divided": "切分",
         "partly": "部分切分",
-        "whole": "整体",
+        "whole": "完整计算",
         "same": "相同",
         "error": "出错",
         "": "",
@@ -65,7 +65,7 @@ COUNTED = {
     ),
     "unedited.zh.md": (
         "{packages} 个软件包和代码库的 {cases} 个用例：{same} 个相同，"
-        "其中 {divided} 个切分、{partly} 个部分切分、{whole} 个整体；"
+        "其中 {divided} 个切分、{partly} 个部分切分、{whole} 个完整计算；"
         "{different} 个不同；{error} 个出错。"
         "耗时：{timed} 个计时的用例中 {even} 个不超过普通 `python` 的 1.05 倍；"
         "每步 30 毫秒以上的 {long} 个中，{gaining} 个不超过 0.70 倍。"

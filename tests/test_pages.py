@@ -99,6 +99,16 @@ def test_every_page_but_the_list_of_changes_has_a_chinese_page():
     assert without == [ROOT / "CHANGELOG.md"]
 
 
+OTHER_WORDS = ("批次", "集体通信", "聚合通信", "整体计算")
+"""What the pages call 批, 集合通信 and 完整计算."""
+
+
+def test_the_chinese_pages_have_one_word_for_each_idea():
+    texts = {page_name(page): page.read_text() for page in PAGES if page.name.endswith(".zh.md")}
+    found = [(page, word) for page, text in texts.items() for word in OTHER_WORDS if word in text]
+    assert not found
+
+
 TRANSLATED = [page for page in sorted(DOCS.rglob("*.md")) if page.with_suffix(".zh.md").exists()]
 
 
