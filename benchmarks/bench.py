@@ -70,7 +70,7 @@ def hosts(result: dict[str, Any]) -> str:
 
 
 def step(result: dict[str, Any]) -> str:
-    """Steps in one process, by strategy."""
+    """Steps that take turns in the same two processes; none keeps memory as instep does."""
     rows = [
         (
             *(model, name, f"{row['median_ms']:.2f}"),
@@ -383,7 +383,7 @@ IN_CHINESE = {
     "但各自做完整的优化器一步。最初的步（instep 在其中测量）不计时；"
     "alone：在几次运行中 rank 0 独自继续。",
     "hosts": "多台主机上的 all_reduce。",
-    "step": "同一进程中各种策略的一步。",
+    "step": "各种策略在同样的两个进程中轮流运行的一步；none 也像 instep 那样保留内存。",
     "peers": "一步的时间，每种策略各用自己的进程。",
     "compressed": "examples/digits.py 使用压缩的梯度；数值是各随机种子的中位数。",
     "epoch": "几个 rank 的一个 epoch 与一个 rank 之比。",
