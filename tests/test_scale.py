@@ -16,6 +16,7 @@ from itertools import count
 import pytest
 import torch.distributed as dist
 
+from counted import counted_calls
 from instep.distributed.errors import AuthenticationError
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation import connections
@@ -189,6 +190,22 @@ def test_ranks_of_one_collective_are_looked_at_together() -> None:
     assert find_deadlock(waits) == [*range(10_000)]
     del waits[17]
     assert find_deadlock(waits) == []
+
+
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_a_chain_of_ranks_is_looked_at_once(is_ring: bool) -> None:
+    calls: list[int] = []
+    for size in (100, 200, 400):
+        next_to = {rank: [*sorted({rank, (rank + 1) % size})] for rank in range(size - 1 + is_ring)}
+        waits = {
+            rank: {"op": "barrier", "members": rank_ranges(members)}
+            for rank, members in next_to.items()
+        }
+        with counted_calls() as counted:
+            found = find_deadlock(waits)
+        assert found == ([*range(size)] if is_ring else [])
+        calls.append(counted.python + counted.c)
+    assert calls[2] - calls[1] == pytest.approx(2 * (calls[1] - calls[0]), rel=0.1)
 
 
 def test_many_ranks_are_shown_as_ranges() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 from instep.distributed.conditions import advise_on_condition
 from instep.distributed.watchdog.connection import Message
@@ -51,17 +53,19 @@ def find_deadlock(waits: Mapping[int, Message]) -> list[int]:
     a running rank may still go on, and so may a rank that waits for that one. The remaining ranks
     are deadlocked, unless all of them are in the same collective: then only the network is slow.
     """
-    waiting = group_ranks(
-        {rank: (wait["op"], *map(tuple, wait["members"])) for rank, wait in waits.items()}
-    )
-    blocked = set(waits)
-    while len(waiting) > 1:
-        free = [each for each in waiting if not blocked >= ranks_of(each[1:])]
-        if not free:
-            return sorted(blocked)
-        for each in free:
-            blocked -= set(waiting.pop(each))
-    return []
+    members_of = {rank: tuple(map(tuple, wait["members"])) for rank, wait in waits.items()}
+    blocked = group_ranks(members_of)
+    waited_for: dict[int, list[Any]] = {}
+    for members in blocked:
+        for rank in ranks_of(members):
+            waited_for.setdefault(rank, []).append(members)
+    free = [rank for rank in waited_for if rank not in waits]
+    while free:
+        for members in waited_for.pop(free.pop(), ()):
+            free += blocked.pop(members, ())
+    deadlocked = sorted(chain(*blocked.values()))
+    collectives = {(waits[rank]["op"], members_of[rank]) for rank in deadlocked}
+    return deadlocked if len(collectives) > 1 else []
 
 
 def format_waits(waits: Mapping[int, Message]) -> str:
