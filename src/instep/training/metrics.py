@@ -87,8 +87,8 @@ class Metric(ABC):
         Raises TypeError for another class.
         """
         if type(other) is not type(self):
-            name = type(self).__name__
-            raise TypeError(f"a {name} merges with a {name}, not with a {type(other).__name__}.")
+            name, of_other = type(self).__name__, type(other).__name__
+            raise TypeError(f"{name}.merge takes a metric of its own class, not of {of_other}.")
         self.totals += other.totals.to(self.totals.device)
         return self
 
