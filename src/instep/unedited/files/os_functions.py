@@ -153,11 +153,11 @@ def os_open(
             return original(_directory_of_unnamed(files, path), flags, mode)
         if opens_to_write(None, flags):
             return original(files.location_to_write(path, flags), flags | os.O_CREAT, mode)
-        fd: int = files.use(
-            path, lambda location: original(location, flags, mode), os.close, reads_content=True
-        )
-        files.record_open(fd, path)
-        return fd
+    fd: int = files.use(
+        path, lambda location: original(location, flags, mode), os.close, reads_content=True
+    )
+    files.record_open(fd, path)
+    return fd
 
 
 @bypass_overlay()
@@ -184,12 +184,8 @@ def _reads_metadata(*, follow: bool) -> Function:
 
     @_resolve_dir_fds
     def answer(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-        files = files_for(path)
-        if not isinstance(files, OverlayFiles):
-            return original(path, *args, **kwargs)
-        with script_paths_in_errors(path):
-            follows = kwargs.get("follow_symlinks", follow)
-            return files.use(path, lambda at: original(at, *args, **kwargs), follow=follows)
+        follows = kwargs.get("follow_symlinks", follow)
+        return files_for(path).use(path, lambda at: original(at, *args, **kwargs), follow=follows)
 
     return answer
 
@@ -308,17 +304,13 @@ def rmtree(
 def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
     with script_paths_in_errors(path):
-        files = files_for(path)
-        if isinstance(files, OverlayFiles):
-            files.change_directory(path)
-        else:
+        if not files_for(path).change_directory(path):
             original(path)
 
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
-    files = files_for()
-    return files.current_directory() if isinstance(files, OverlayFiles) else original()
+    return files_for().own_directory() or original()
 
 
 def getcwdb(original: Function) -> bytes:

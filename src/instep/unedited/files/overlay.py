@@ -56,34 +56,33 @@ class OverlayFiles(PathResolver):
     def use(
         self,
         path: StrOrBytesPath,
-        function: Callable[[str], Any],
+        function: Callable[[Any], Any],
         discard: Callable[[Any], object] = lambda result: None,
         *,
         follow: bool = True,
         reads_content: bool = False,
     ) -> Any:
-        """Call `function` with the location of `path`.
-
-        Again if rank 0 began to change what was located meanwhile, with `discard` of the result.
-        """
-        is_installed, result = self.use_installed(path, function, discard, follow=follow)
-        if is_installed:
-            return result
-        location = ""
-        while True:
-            previous = location
-            location = (
-                self.location_to_read(path) if reads_content else self.location(path, follow=follow)
-            )
-            try:
-                result = function(location)
-            except OSError:
-                if location == previous or self.find_before(location) is None:
-                    raise
-            else:
-                if location == previous or self.find_before(location) is None:
-                    return result
-                discard(result)
+        """As in the base class; with `discard` of a result that is not to be used."""
+        with script_paths_in_errors(path):
+            is_installed, result = self.use_installed(path, function, discard, follow=follow)
+            if is_installed:
+                return result
+            location = ""
+            while True:
+                previous = location
+                if reads_content:
+                    location = self.location_to_read(path)
+                else:
+                    location = self.location(path, follow=follow)
+                try:
+                    result = function(location)
+                except OSError:
+                    if location == previous or self.find_before(location) is None:
+                        raise
+                else:
+                    if location == previous or self.find_before(location) is None:
+                        return result
+                    discard(result)
 
     def use_installed(
         self,
@@ -138,13 +137,16 @@ class OverlayFiles(PathResolver):
 
     @bypass_overlay()
     @retry_if_changed
-    def change_directory(self, path: StrOrBytesPath) -> None:
-        """Change the current directory to `path`: to the real one if it is visible."""
+    def change_directory(self, path: StrOrBytesPath) -> bool:
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
         is_real = os.path.isdir(resolved) and os.path.isdir(location)
-        os.chdir(resolved if is_real else location)
+        os.chdir(resolved if is_real else location)  # the real one if it is visible
         self.open_directories.add(CURRENT, resolved)
+        return True
+
+    def own_directory(self) -> str:
+        return self.current_directory()
 
     @bypass_overlay()
     @retry_if_changed

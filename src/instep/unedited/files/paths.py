@@ -79,6 +79,13 @@ class PassthroughFiles:
         """Forget which links were followed: a link, or a directory above one, has changed."""
         self.followed.clear()
 
+    def use(
+        self, path: StrOrBytesPath, function: Callable[[Any], Any], *, follow: bool = True
+    ) -> Any:
+        """Call `function` with the location of `path`; again if rank 0 began to change what was
+        located meanwhile."""
+        return function(path)
+
     def location_to_read(self, path: StrOrBytesPath) -> Any:
         """Where to read `path`. UneditedError if rank 0 could not keep its content."""
         return path
@@ -105,6 +112,14 @@ class PassthroughFiles:
         for layer in self.layers:
             location = layer.visible_path(location)
         return location
+
+    def own_directory(self) -> str | None:
+        """The current directory as the script sees it; None if it is the real one."""
+        return None
+
+    def change_directory(self, path: StrOrBytesPath) -> bool:
+        """Change the current directory; False if the caller is to change it itself."""
+        return False
 
     def listdir(self, path: StrOrBytesPath) -> list[str] | None:
         """The names in a directory; None if they are those of the real one."""
