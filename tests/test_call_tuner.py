@@ -23,8 +23,8 @@ from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, who
 from instep.unedited.sharded_call.plan.call_tuner import (
     FIRST_CALLS,
     CallTuner,
+    GainEstimate,
     TimedStep,
-    format_gain,
 )
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
@@ -252,13 +252,21 @@ def test_one_line_estimates_what_was_gained() -> None:
             made.count(1, sharded=made.is_sharded)
         return made
 
-    assert format_gain([CallTuner()], 2, 100.0) == ""
-    assert format_gain([tuner(1.0, 2.0, 80), tuner(5.0, 1.0, 10)], 2, 100.0) == (
+    unused = CallTuner()
+    assert GainEstimate([unused]).format(2, 100.0) == ""
+    tuners = [unused, tuner(1.0, 2.0, 80), tuner(5.0, 1.0, 10)]
+    estimate = GainEstimate(tuners)
+    expected = (
         "2 ranks: about 1.8 times as fast as one (estimated from calls timed both ways); 80 % of "
         "the time in divided calls; 10 % of the time in calls that every rank computes whole; the "
         "rest elsewhere."
     )
-    assert format_gain([tuner(5.0, 1.0, 90)], 3, 100.0) == (
+    assert estimate.format(2, 100.0) == expected
+    gone = weakref.ref(tuners.pop())
+    assert gone() is None
+    assert estimate.format(2, 100.0) == expected
+    slow = tuner(5.0, 1.0, 90)
+    assert GainEstimate([slow]).format(3, 100.0) == (
         "3 ranks: about as fast as one (estimated from calls timed both ways); 90 % of the time in "
         "calls that every rank computes whole; the rest elsewhere."
     )
@@ -451,7 +459,7 @@ def test_calls_that_are_chosen_to_be_whole_are_counted_as_whole() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
         last_rows(2, model, 12, backward=False)
-        (tuner,) = plan_cache.all_tuners
+        (tuner,) = plan_cache.gain._tuners
         before = {**tuner.elements}
         timed().seen.clear()
         last_rows(30, model, 12, backward=False)

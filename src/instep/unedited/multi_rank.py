@@ -53,7 +53,6 @@ from instep.unedited.sharded_call.one_process.fallback import (
     set_fallback,
 )
 from instep.unedited.sharded_call.plan import plan_cache
-from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward, region
 from instep.unedited.sharded_call.run.sharded_output import has_sharded_outputs
 
@@ -316,7 +315,7 @@ class MultiRankSession:
         if self.has_begun and not (call_counts.sharded or call_counts.whole):
             line = _NO_CALLS
         elif seconds >= LONG_RUN:
-            line = format_gain(plan_cache.all_tuners, self.world.size, seconds)
+            line = plan_cache.gain.format(self.world.size, seconds)
         if line:
             print_line(line)
 

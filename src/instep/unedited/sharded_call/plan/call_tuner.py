@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
+from weakref import WeakSet, finalize
+
+import numpy as np
 
 _ORDER = (False, True, True, False, False, True)
 """Which of the timed steps are sharded: both sorts are early and late, at odd and even places."""
@@ -134,33 +138,58 @@ class CallTuner:
 
     def _decide(self, *, sharded: bool) -> None:
         self.is_sharded, self.is_decided, self.step = sharded, True, None
-        self.typical = {by: median(costs) for by, costs in self._costs.items() if costs}
+        self.typical.clear()
+        self.typical.update((by, median(costs)) for by, costs in self._costs.items() if costs)
 
 
-def format_gain(tuners: Iterable[CallTuner], ranks: int, seconds: float) -> str:
-    """One line on what so many ranks have gained in a run of so many seconds; "" if none was timed.
+class GainEstimate:
+    """What ranks gain by the calls of all tuners, also of modules that are gone."""
 
-    It is an estimate: calls take other times than the few that were timed, and these were whole on
-    all ranks at once.
-    """
-    timed = [tuner for tuner in tuners if len(tuner.typical) == 2]
-    if not timed:
-        return ""
-    sharded = sum(tuner.elements[True] * tuner.typical[True] for tuner in timed)
-    whole = sum(tuner.elements[False] * tuner.typical[False] for tuner in timed)
-    total = max(seconds, sharded + whole)
-    saved = sum(t.elements[True] * (t.typical[False] - t.typical[True]) for t in timed)
-    gain = (total + saved) / total
-    fast = f"about {gain:.1f} times as fast as one" if gain >= 1.05 else "about as fast as one"
-    parts = (
-        *(
-            f"{100 * part / total:.0f} % of the time in {where}"
-            for part, where in (
-                (sharded, "divided calls"),
-                (whole, "calls that every rank computes whole"),
-            )
-            if part >= total / 200
-        ),
-        "the rest elsewhere",
-    )
-    return f"{ranks} ranks: {fast} (estimated from calls timed both ways); {'; '.join(parts)}."
+    def __init__(self, tuners: Iterable[CallTuner] = ()) -> None:
+        self._tuners: WeakSet[CallTuner] = WeakSet()
+        self._of_gone = np.zeros(3)
+        for tuner in tuners:
+            self.add(tuner)
+
+    def add(self, tuner: CallTuner) -> None:
+        """Include the calls of this tuner, those that come, too."""
+        self._tuners.add(tuner)
+        finalize(tuner, self._keep, tuner.elements, tuner.typical).atexit = False
+
+    def _keep(self, elements: dict[bool, int], typical: dict[bool, float]) -> None:
+        self._of_gone += _seconds(elements, typical)
+
+    def format(self, ranks: int, seconds: float) -> str:
+        """One line on what so many ranks have gained in a run of so many seconds; "" if no calls
+        were timed.
+
+        It is an estimate: calls take other times than the few that were timed, and these were
+        whole on all ranks at once.
+        """
+        of_tuners = (_seconds(tuner.elements, tuner.typical) for tuner in self._tuners)
+        sharded, whole, saved = sum(of_tuners, self._of_gone)
+        if not sharded + whole:
+            return ""
+        total = max(seconds, sharded + whole)
+        gain = (total + saved) / total
+        fast = f"about {gain:.1f} times as fast as one" if gain >= 1.05 else "about as fast as one"
+        parts = (
+            *(
+                f"{100 * part / total:.0f} % of the time in {where}"
+                for part, where in (
+                    (sharded, "divided calls"),
+                    (whole, "calls that every rank computes whole"),
+                )
+                if part >= total / 200
+            ),
+            "the rest elsewhere",
+        )
+        return f"{ranks} ranks: {fast} (estimated from calls timed both ways); {'; '.join(parts)}."
+
+
+def _seconds(elements: dict[bool, int], typical: dict[bool, float]) -> np.ndarray[Any, Any]:
+    """The time of a tuner's sharded calls, that of the others, and what the first have saved."""
+    if len(typical) < 2:
+        return np.zeros(3)
+    sharded, whole = elements[True] * typical[True], elements[False] * typical[False]
+    return np.array([sharded, whole, elements[True] * typical[False] - sharded])

@@ -28,7 +28,7 @@ from instep.unedited.sharded_call.plan.bound_call import (
     is_text,
     kind_of,
 )
-from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner, GainEstimate
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from instep.unedited.sharded_call.plan.division import (
     shapes_of,
@@ -54,8 +54,8 @@ _TOO_MANY_TEXTS = WholeReason(
 )
 _TOO_MANY_ENTRIES = WholeReason(f"it was called with more than {MAX_ENTRIES} kinds of arguments")
 
-all_tuners: list[CallTuner] = []
-"""Of all calls that can be divided."""
+gain = GainEstimate()
+"""By all calls that can be divided."""
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class CacheEntry:
         size = call.elements.bit_length()
         if size not in self.tuners:
             self.tuners[size] = CallTuner()
-            all_tuners.append(self.tuners[size])
+            gain.add(self.tuners[size])
         return self.tuners[size]
 
     def parts_tuner(self, call: BoundCall) -> CallTuner | None:
@@ -373,7 +373,8 @@ def _entries_of(module: nn.Module) -> list[CacheEntry]:
 
 def clear() -> None:
     """Forget all plans."""
+    global gain
     _plans.clear()
     temporary_modules.clear()
-    all_tuners.clear()
+    gain = GainEstimate()
     attribute_changes.clear()
