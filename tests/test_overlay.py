@@ -342,6 +342,23 @@ def test_temporary_files_are_real_and_can_be_moved_into_place(rank1: Path) -> No
     assert not os.path.exists(folder)
 
 
+def test_those_that_are_gone_are_forgotten_but_for_the_latest(tmp_path: Path) -> None:
+    files = OverlayFiles(Layer(str(tmp_path / "rank1")), None)
+    with seen_through(files):
+        stays = tempfile.mkdtemp()
+        for _ in range(5_000):
+            fd, removed = tempfile.mkstemp()
+            os.close(fd)
+            os.unlink(removed)
+            assert len(files._temporary) < 3_000
+        write(f"{stays}/x", "w", "real")
+        write(removed, "w", "real")  # a script may make it anew
+    for path in (f"{stays}/x", removed):
+        assert Path(path).read_text() == "real"
+    shutil.rmtree(stays)
+    os.unlink(removed)
+
+
 def test_one_may_go_into_a_folder_that_only_this_rank_has(rank1: Path) -> None:
     os.makedirs("deep/er")
     os.chdir("deep/er")

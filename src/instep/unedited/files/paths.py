@@ -23,6 +23,9 @@ PathMethod = Callable[Concatenate[Any, StrOrBytesPath, P], T]
 CURRENT = os.curdir
 """Stands for the current directory, in place of the descriptor of an open one."""
 _MAX_LINKS = 40
+_TEMPORARY = 1000
+"""So many of the latest temporary paths stay private when they are removed: a script may make them
+anew. Older ones do if they are still there."""
 _CACHES = (
     *("HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
     *("TRITON_CACHE_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
@@ -168,11 +171,18 @@ class PathResolver(PassthroughFiles):
         super().__init__()
         self.layers = layers
         self._private = tuple(private_directories())
-        self._temporary: set[str] = set()
+        self._temporary: dict[str, None] = {}
+        self._next_look = 2 * _TEMPORARY
 
     @bypass_overlay()
     def add_temporary(self, path: str) -> None:
-        self._temporary.add(os.path.realpath(path))
+        self._temporary[os.path.realpath(path)] = None
+        if len(self._temporary) < self._next_look:
+            return
+        for older in [*self._temporary][:-_TEMPORARY]:
+            if not os.path.lexists(older):
+                del self._temporary[older]
+        self._next_look = 2 * len(self._temporary)
 
     def is_private(self, resolved: str) -> bool:
         """Whether every rank uses this path by itself: no file of the user, or temporary."""
@@ -186,7 +196,7 @@ class PathResolver(PassthroughFiles):
 
     def temporary_in(self, text: str) -> list[str]:
         """The temporary files that occur in a text, in its order."""
-        return sorted((path for path in self._temporary if path in text), key=text.index)
+        return sorted((path for path in [*self._temporary] if path in text), key=text.index)
 
     def resolve_parents(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names but the last one."""
