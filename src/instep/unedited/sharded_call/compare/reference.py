@@ -57,44 +57,78 @@ class StatePair(NamedTuple):
     after: Snapshot
 
 
+class _WatchedForward:
+    """The whole forward, and what it does beside returning something."""
+
+    def __init__(self, call: BoundCall) -> None:
+        self._call = call
+        self.attributes = TensorAttributes(call)
+        self.arguments = ArgumentWatch(call, call.args, call.kwargs)
+        self._requires_gradients = _require_gradients(call)
+        self._grads = _grads(nn.Module.parameters(call.module))
+        self._hooks = {w: ValueSnapshot(kept) for w, kept in library_hooks(call.module).items()}
+        self.sum_lengths: dict[Place, set[int]] = {}
+
+    def run(self) -> Any:
+        """Run it; returns what the script gets."""
+        compiles = is_compiled(self._call.parts)
+        noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
+        outside = nullcontext() if compiles else watched_outside_calls(self._call.parts)
+        recorded = recorded_samples()
+        with observed() as effects, noted, outside as calls:
+            value = self._call.run_whole()
+        self._has_recorded = recorded_samples() != recorded
+        self.effect = None if calls is None else effects.first
+        """What it did that cannot be undone."""
+        self.outside_change = None if calls is None else calls.find_change()
+        return value
+
+    def find_records(self) -> WholeReason | None:
+        """What it has left for later that no call may leave twice."""
+        if self._has_recorded:
+            return WholeReason("Pyro records what its forward samples")
+        if self._grads != _grads(self._grads):
+            return WholeReason("its forward changes gradients of its parameters (by backward, say)")
+        return None
+
+    def find_keeping_hook(self) -> WholeReason | None:
+        """A library's hook that keeps something of what it sees."""
+        for where, kept in self._hooks.items():
+            if not kept.is_current():
+                return WholeReason(f"a hook of {where} keeps something of what it sees")
+        return None
+
+    def find_changed_arguments(self) -> WholeReason | None:
+        """Whether it changes them otherwise than by items of dicts."""
+        asks = self._requires_gradients != _require_gradients(self._call)
+        if asks or self.arguments.has_other_changes():
+            return WholeReason("its forward changes its arguments")
+        return None
+
+
 class Reference:
     """The whole forward of a call: its outputs, their gradients, and the state that it left."""
 
     def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call)
         self.before.note_values(call)
-        attributes = TensorAttributes(call)
-        watch = ArgumentWatch(call, call.args, call.kwargs)
-        requires_gradients, grads = (
-            _require_gradients(call),
-            _grads(nn.Module.parameters(call.module)),
-        )
+        forward = _WatchedForward(call)
         self._plain_parameters = plain_parameters(call.module)
-        hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
-        compiles = is_compiled(call.parts)
-        self.sum_lengths: dict[Place, set[int]] = {}
+        self._value = forward.run()
+        self.sum_lengths = forward.sum_lengths
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
-        noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
-        outside = nullcontext() if compiles else watched_outside_calls(call.parts)
-        recorded = recorded_samples()
-        with observed() as effects, noted, outside as calls:
-            self._value = call.run_whole()
-        self._is_recorded = recorded_samples() != recorded
-        """Whether Pyro has recorded what it samples."""
-        self._side_effect = None if calls is None else effects.first
-        """What it does that cannot be undone."""
-        self._outside_change = None if calls is None else calls.find_change()
         self.after = Snapshot(call)
         self.before.note_changes()
-        found = attributes.find()
+        found = forward.attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
-        self.begins_to_keep = not attributes.has_tensors_before(found)
+        self.begins_to_keep = not forward.attributes.has_tensors_before(found)
         """Whether some of these had no tensors before."""
         self.call = replace(call, kept=self.kept)
         """The call, with these."""
-        result = watch.result(self._value, [place for place in found if place not in call.kept])
+        new = [place for place in found if place not in call.kept]
+        result = forward.arguments.result(self._value, new)
         self.outputs, self.structure = flatten(result)
         self.count_kept = len(leaves_of(result.kept)) if isinstance(result, Written) else 0
         """How many of its outputs, the last ones, are in these attributes."""
@@ -102,14 +136,11 @@ class Reference:
         self._can_release = call.is_on_accelerator and is_plain
         self._leaves: list[Tensor] | None = None
         """Of its graph, once that is released."""
-        self._sets_grads = grads != _grads(grads)
-        """Whether a backward inside of it, say, has changed `.grad` of its parameters."""
-        asks = requires_gradients != _require_gradients(call)
         self.used_by_others = used_by_others(self.outputs)
         """Which of its outputs others were computed from."""
-        self._changes_arguments = asks or watch.has_other_changes()
-        self._keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
-        """Where libraries have hooks that keep something of what they see."""
+        self._records = forward.find_records()
+        self._effect = forward.find_keeping_hook() or forward.effect
+        self._other_change = forward.outside_change or forward.find_changed_arguments()
         self.changes_attributes = self.before.has_other_values(self.after)
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
@@ -136,10 +167,8 @@ class Reference:
 
         `joins_attributes`: whether tensors may be kept in these.
         """
-        if self._is_recorded:
-            return WholeReason("Pyro records what its forward samples")
-        if self._sets_grads:
-            return WholeReason("its forward changes gradients of its parameters (by backward, say)")
+        if self._records:
+            return self._records
         if self.kept and (is_compiled(self.call.parts) or not joins_attributes):
             return WholeReason(f"its forward keeps tensors in {self.kept[0][1]}")
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
@@ -151,15 +180,8 @@ class Reference:
             )
         if not any(isinstance(out, Tensor) for out in self.outputs):
             return WholeReason("it returns no tensor")
-        if self._keeping_hooks:
-            return WholeReason(
-                f"a hook of {self._keeping_hooks[0]} keeps something of what it sees"
-            )
-        if why := self._side_effect or self.before.find_change(self.after, self.kept):
-            return why
-        if self._outside_change:
-            return self._outside_change
-        return WholeReason("its forward changes its arguments") if self._changes_arguments else None
+        change = self._effect or self.before.find_change(self.after, self.kept)
+        return change or self._other_change
 
     def has_structure(self, structure: Structure) -> bool:
         """Whether what it returns has this structure, in which some lists may be one leaf."""
