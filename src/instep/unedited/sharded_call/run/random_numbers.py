@@ -180,9 +180,7 @@ class GlobalBatchDraws:
         dim = self._row_dims.of(draw, shape, self._blocks[0], self._dims)
         if dim is None:
             return self._draw_same(calls)
-        name = draw.op
-        draws = draws_of(name)
-        if _is_factory(name, args, kwargs):
+        if _is_factory(draw.op, args, kwargs):
             at = _place_of_size(args)
             whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
             return self._scatter(whole, dim)
@@ -193,28 +191,36 @@ class GlobalBatchDraws:
             self._row_dims.order_of(draw, firsts[0], dim),
             device=firsts[0].device,
         )
-        if name == "bernoulli_":
+        if draw.op == "bernoulli_":
             p = args[1] if len(args) > 1 else 0.5
             if bernoulli.can_compare(firsts[0], p):
                 return self._bernoulli(make_whole(dtype=torch.int64), dim, firsts, p, **kwargs)
-        if draws is Draws.MASK:
-            empty = make_whole(dtype=firsts[0].dtype)
-            return self._dropout(func, empty, dim, firsts, *args[1:])
-        has_values = draws is Draws.VALUES
         from_end = dim - len(shape)  # as arguments broadcast
-        whole = [
-            self._gather(firsts, from_end, shape)
-            if has_values
-            else make_whole(dtype=firsts[0].dtype)
+        if draws_of(draw.op) is Draws.VALUES:
+            first = self._gather(firsts, from_end, shape)
+        else:
+            first = make_whole(dtype=firsts[0].dtype)
+        if draws_of(draw.op) is Draws.MASK:
+            return self._dropout(func, first, dim, firsts, *args[1:])
+        others = [
+            self._gather([call.args[k] for call in calls], from_end, shape)
+            for k in range(1, len(args))
         ]
-        whole += [
-            self._gather([c.args[k] for c in calls], from_end, shape) for k in range(1, len(args))
-        ]
+        return self._draw_from(calls, firsts, [first, *others], dim)
+
+    def _draw_from(
+        self, calls: Sequence[_RandomCall], firsts: Sequence[Tensor], whole: list[Any], dim: int
+    ) -> Sequence[Any]:
+        """What each shard draws of what is drawn with these arguments for the whole batch.
+
+        `firsts`: the shards' own first arguments, into which an operation in place draws.
+        """
+        func, _, kwargs, draw, _ = calls[0]
         drawn = func(*whole, **kwargs)
-        if name.startswith("rrelu_with_noise") and not name.endswith("functional"):
+        if draw.op.startswith("rrelu_with_noise") and not draw.op.endswith("functional"):
             for call, noise in zip(calls, self._scatter(whole[1], dim), strict=True):
                 call.args[1].copy_(noise)  # for its derivative
-        if name.endswith("_"):
+        if draw.op.endswith("_"):
             parts = self._scatter(whole[0], dim)
             return [first.copy_(part) for first, part in zip(firsts, parts, strict=True)]
         flat, structure = tree_flatten(drawn)
