@@ -46,6 +46,7 @@ from instep.unedited.sharded_call.run.argument_writes import Unset, write_back
 from instep.unedited.sharded_call.run.execution import (
     LocalOutputs,
     join_output,
+    join_outputs,
     leaves_of_output,
     run_local,
 )
@@ -178,7 +179,7 @@ class CallComparison:
         self.progress = ONLY_GRADIENTS_DIFFER
         plan = self._make_plan(outputs, region)
         tag_outputs(chain(*local), region)
-        pairs = zip(_join(local, plan, region), plan.outputs, strict=True)
+        pairs = zip(join_outputs(local, plan, region), plan.outputs, strict=True)
         flat = [leaf for joined, how in pairs for leaf in leaves_of_output(joined, how)]
         if not self._tolerances.matches_gradients(flat):
             raise ShardedCallError("its gradients are not those of the whole batch")
@@ -187,7 +188,7 @@ class CallComparison:
             if why := self._tolerances.find_difference(left, reference.own_backward):
                 raise ShardedCallError(f"in backward {why}")
         self.progress = (_HAS_GRADIENTS, 0)
-        joined = _join(local, plan, region)
+        joined = join_outputs(local, plan, region)
         is_open = plan.has_reductions and not self._tolerances.is_proven
         if is_open and not holds_for_zeros(reference, plan, group):
             raise ShardedCallError("it divides by something else than its rows")
@@ -367,10 +368,6 @@ class CallComparison:
         which = f" {k + 1} of {count}" if count > 1 else ""
         shape = f"a tensor of shape {list(whole.shape)}"
         raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
-
-
-def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
-    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
 
 
 def _has_values(whole: Tensor) -> bool:

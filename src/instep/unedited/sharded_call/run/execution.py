@@ -4,7 +4,7 @@ joined."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -75,45 +75,61 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
         raise
 
 
+class _StateBefore:
+    """What a sharded forward may change, as it was before."""
+
+    def __init__(self, call: BoundCall, plan: ShardingPlan) -> None:
+        self._call, self._generators = call, plan.generators
+        self._torch = TorchGeneratorStates(plan.generators)
+        self._others = RNGStates.capture() if plan.draws_outside_torch else None
+        self._buffers, self._arguments = _buffer_versions(call.parts), versions(call.tensors)
+
+    def has_same_generators(self) -> bool:
+        return self._torch.same(TorchGeneratorStates(self._generators))
+
+    def has_same_buffers(self) -> bool:
+        return self._buffers == _buffer_versions(self._call.parts)
+
+    def has_same_arguments(self) -> bool:
+        return self._arguments == versions(self._call.tensors)
+
+    def restore(self, began: str = "", instead: str = "") -> None:
+        """Set the generators back. ShardedCallError, with what the forward `began` to do and what
+        to do `instead`, if it has changed buffers."""
+        if not self.has_same_buffers():
+            raise ShardedCallError(
+                f"{type(self._call.module).__name__} began to {began}, and has changed its buffers "
+                f"meanwhile. Run this script with --plain, or {instead}."
+            )
+        if self._others is not None:
+            self._others.restore()
+        self._torch.restore()
+
+
+def _buffer_versions(parts: Sequence[nn.Module]) -> list[int]:
+    return versions(buffer for part in parts for buffer in part._buffers.values())
+
+
 def _run_sharded(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup
 ) -> tuple[ShardingPlan, Any]:
-    call = replace(call, kept=plan.kept)
-    name = type(call.module).__name__
-    generators = TorchGeneratorStates(plan.generators)
-    states = RNGStates.capture() if plan.draws_outside_torch else None
-    before, seen = _buffer_versions(call.parts), versions(call.tensors)
+    call, name = replace(call, kept=plan.kept), type(call.module).__name__
+    before = _StateBefore(call, plan)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
-    has_failed = False
-    try:
-        region, local, structure = run_planned(call, plan, group)
-    except (CollectiveError, MismatchError):  # the others have one, too
-        raise
-    except Exception as error:
-        is_of_all = wait_for_same_error(error, f"forward of {name}", group.transport)
-        has_changed = before != _buffer_versions(call.parts) or seen != versions(call.tensors)
-        if not is_of_all or has_changed or isinstance(error, ShardedCallError):
-            raise
-        has_failed = True
-    if not has_failed and region.trained_parameter:  # which has no alias
-        if before != _buffer_versions(call.parts):
-            raise ShardedCallError(
-                f"{name} began to train its parameter {region.trained_parameter} in its forward, "
-                "and has changed its buffers meanwhile. Run this script with --plain, or set "
-                "requires_grad before the call."
-            )
-        has_failed = True
-    if has_failed:  # the script's own exception tells of the whole batch
-        _restore(generators, states)
+    found = _run_unless_all_fail(call, plan, group, before)
+    if found is None:  # the script's own exception tells of the whole batch
+        before.restore()
         return plan, call.run_whole()
-    if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
-        if before != _buffer_versions(call.parts):
-            raise ShardedCallError(
-                f"{name} began to draw random numbers in its forward, which it did not before, "
-                "and has changed its buffers meanwhile. Run this script with --plain, or let it "
-                "draw from the first call on (a dropout of 1e-9, say)."
-            )
-        _restore(generators, states)
+    region, local, structure = found
+    if region.trained_parameter:  # which has no alias
+        began = f"train its parameter {region.trained_parameter} in its forward"
+        before.restore(began, "set requires_grad before the call")
+        return plan, call.run_whole()
+    if not (plan.is_random or before.has_same_generators()):
+        before.restore(
+            "draw random numbers in its forward, which it did not before",
+            "let it draw from the first call on (a dropout of 1e-9, say)",
+        )
         return _run_sharded(call, replace(plan, is_random=True), group)
     if plan.draws_outside_torch:
         _check_draws(name, group)
@@ -123,11 +139,26 @@ def _run_sharded(
             f"{name} began to make its parameter {region.new_parameter} anew in its forward. Run "
             "this script with --plain, or change the parameter that is there."
         )
-    joined = [
-        join_output(parts, how, region) for parts, how in zip(local, plan.outputs, strict=True)
-    ]
+    joined = join_outputs(local, plan, region)
     tag_outputs(chain(*local), region)
     return plan, write_back(unflatten(joined, structure), call)
+
+
+def _run_unless_all_fail(
+    call: BoundCall, plan: ShardingPlan, group: ShardGroup, before: _StateBefore
+) -> tuple[Region, LocalOutputs, Structure] | None:
+    """As `run_planned`; None if it raises on all ranks and can run again. Collective."""
+    try:
+        return run_planned(call, plan, group)
+    except (CollectiveError, MismatchError):  # the others have one, too
+        raise
+    except Exception as error:
+        name = type(call.module).__name__
+        is_of_all = wait_for_same_error(error, f"forward of {name}", group.transport)
+        is_as_before = before.has_same_buffers() and before.has_same_arguments()
+        if not (is_of_all and is_as_before) or isinstance(error, ShardedCallError):
+            raise
+        return None
 
 
 def _check_outputs(
@@ -168,15 +199,8 @@ def wait_for_same_error(error: Exception, where: str, transport: Transport) -> b
     return True
 
 
-def _restore(generators: TorchGeneratorStates, others: RNGStates | None) -> None:
-    if others is not None:
-        others.restore()
-    generators.restore()
-
-
 def _check_draws(name: str, group: ShardGroup) -> None:
-    """Raise ShardedCallError on all ranks unless their forwards have drawn the same from numpy's
-    and Python's generators. Collective."""
+    """Raise ShardedCallError on all ranks unless all drew the same outside of torch. Collective."""
     by_rank = gather_values(RNGStates.capture().sums(), group.transport)
     if any(row != by_rank[0] for row in by_rank):
         raise ShardedCallError(
@@ -184,10 +208,6 @@ def _check_draws(name: str, group: ShardGroup) -> None:
             "for some of its rows than for others. Run this script with --plain, or let it draw "
             "as often whatever its rows are."
         )
-
-
-def _buffer_versions(parts: Iterable[nn.Module]) -> list[int]:
-    return versions(buffer for part in parts for buffer in part._buffers.values())
 
 
 def run_planned(
@@ -325,6 +345,11 @@ def _aliased_parameters(
         yield tables
     finally:
         tables.restore()
+
+
+def join_outputs(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
+    """The outputs of the call, from those of this rank's shards. Collective as `join_output`."""
+    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
 
 
 def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
