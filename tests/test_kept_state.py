@@ -273,6 +273,33 @@ def test_what_a_forward_keeps_in_default_arguments_is_that_of_the_whole_batch() 
         assert "computes Counting whole: the variable seen depends on the rows" in log.getvalue()
 
 
+totals_of_rows = types.ModuleType("totals_of_rows")
+
+
+class CountingInModules(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = types.ModuleType("own")
+        self.own.rows = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        totals_of_rows.rows += len(x)
+        self.own.rows.append(len(x))
+        scores: Tensor = self.body(x)
+        return scores
+
+
+@ranks(2)
+def test_what_a_forward_keeps_in_a_module_made_by_hand_is_that_of_the_whole_batch() -> None:
+    totals_of_rows.rows = 0
+    model, x = CountingInModules(), torch.randn(6, 6)
+    with sharding():
+        for _ in range(4):
+            model(x)
+    assert totals_of_rows.rows == 24
+    assert model.own.rows == [6] * 4
+
+
 lengths: list[int] = []
 
 

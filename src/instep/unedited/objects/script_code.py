@@ -30,6 +30,13 @@ def is_of_script(value: Any) -> bool:
     return space.get("__name__") == "__main__" if file is None else is_script_file(str(file))
 
 
+def is_made(value: object) -> bool:
+    """Whether this is a module that was imported from nowhere: `types.ModuleType("options")`."""
+    if type(value) is not types.ModuleType:
+        return False
+    return all(vars(value).get(name) is None for name in ("__file__", "__spec__"))
+
+
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
     """The functions that a class defines itself, those of its properties among them."""
     for each in list(vars(cls).values()):
@@ -46,7 +53,7 @@ def named_spaces(function: types.FunctionType) -> Iterator[tuple[str, dict[str, 
     yield "", space
     for name in names_in(function.__code__):
         value = space.get(name, sys.modules.get(name))  # it may be imported inside the function
-        if isinstance(value, types.ModuleType) and is_of_script(value):
+        if isinstance(value, types.ModuleType) and (is_of_script(value) or is_made(value)):
             yield f"{name}.", vars(value)
 
 

@@ -30,7 +30,13 @@ from instep.training.pytree import PLAIN
 from instep.unedited.objects.graph_node import C_DATA, HOOK_TABLES, MODULE_TABLES, GraphNode
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
-from instep.unedited.objects.script_code import functions_of, is_of_script, named_spaces, names_in
+from instep.unedited.objects.script_code import (
+    functions_of,
+    is_made,
+    is_of_script,
+    named_spaces,
+    names_in,
+)
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
@@ -118,6 +124,8 @@ class ObjectGraph:
             if follow:
                 self._code.append(getattr(value, "__func__", value))
                 self._visit_owner(path, getattr(value, "__self__", None))
+        elif is_made(value):
+            self._look(path, vars(value))
         elif id(value) not in self.nodes:
             self._waiting.append((path, value))
 
