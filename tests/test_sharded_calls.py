@@ -307,6 +307,47 @@ def test_a_parameter_in_another_list_than_before_makes_the_module_whole() -> Non
             assert "has replaced an object in which it keeps parameters" in log.getvalue()
 
 
+class KeepsBlocks(nn.Module):
+    """Keeps modules in a list, and their parameters in a ParameterList, as N-BEATS does."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.stacks = [[*blocks]]
+        self.weights = nn.ParameterList(p for block in blocks for p in block.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.stacks[0]:
+            x = x - block(x)
+        return x
+
+
+@ranks(2)
+def test_parameters_of_modules_in_a_list_are_found() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    model, x = KeepsBlocks(*blocks), torch.randn(7, 6)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    with sharding() as log:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for p, grad in zip(model.parameters(), expected, strict=True):
+                assert torch.allclose(cast(Tensor, p.grad), cast(Tensor, grad), atol=1e-5)
+        assert (modules.call_counts.sharded, log.getvalue()) == (2, "")
+
+
+@ranks(2)
+def test_batch_statistics_of_modules_in_a_list_are_those_of_one_call() -> None:
+    torch.manual_seed(0)
+    linear, norm, x = nn.Linear(6, 6), nn.BatchNorm1d(6), torch.randn(7, 6)
+    model, mean = KeepsBlocks(nn.Sequential(linear, norm)), 0.1 * linear(x).mean(0)
+    with sharding():
+        model(x)
+    assert torch.allclose(cast(Tensor, norm.running_mean), mean, atol=1e-6)
+    assert int(cast(Tensor, norm.num_batches_tracked)) == 1
+
+
 class FlipsAtOneRounding(nn.Module):
     """Has a unit that is on if its parameter is the next number after 1, and a little more
     rounding where it has few rows."""

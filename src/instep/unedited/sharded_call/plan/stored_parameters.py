@@ -1,6 +1,7 @@
 """Where a module keeps parameters beside its tables: in attributes, lists, dicts and objects.
 
-Keras's layers read them from objects, and some modules from a list that their constructor makes.
+Keras's layers read them from objects, and some modules from a list that their constructor makes, or
+from modules in a list.
 DARTS has plain tensors for parameters. There, too, the aliases of a sharded call must stand in.
 """
 
@@ -72,23 +73,32 @@ def find_stored_parameters(module: nn.Module) -> tuple[StoredParameter, ...]:
     }
     parameters.update(map(id, plain_parameters(module)))
     found: list[StoredParameter] = []
-    known: set[int] = set()
+    known = set(map(id, module.modules()))  # aliases stand in their tables
+    count = len(known)
     waiting: deque[tuple[Link, ...]] = deque(
         ((part.__dict__, name, value, -1),)
         for part in module.modules()
         for name, value in part.__dict__.items()
         if name not in HOOK_TABLES and name not in MODULE_TABLES
     )
-    while waiting and len(known) < MAX_NODES:
+    while waiting and len(known) - count < MAX_NODES:
         links = waiting.popleft()
         value = links[-1][2]
         if isinstance(value, Tensor):
             if id(value) in parameters:
                 found.append(StoredParameter(links))
-        elif id(value) not in known and not isinstance(value, nn.Module) and has_contents(value):
+        elif id(value) not in known and (_is_part(value) or has_contents(value)):
             known.add(id(value))
             waiting += [(*links, link) for link in _links(value)]
     return tuple(found)
+
+
+def _is_part(value: Any) -> bool:
+    """Whether it is a module that no table of modules has, as N-BEATS keeps its blocks in a list.
+
+    A recurrent one of torch replaces its list of weights itself.
+    """
+    return isinstance(value, nn.Module) and not isinstance(value, nn.RNNBase)
 
 
 def _links(value: Any) -> Iterator[Link]:
@@ -104,6 +114,8 @@ def _links(value: Any) -> Iterator[Link]:
     elif not isinstance(value, type):
         where = getattr(value, "__dict__", {})
         items = where.items()
+        if isinstance(value, nn.Module):
+            items = ((name, each) for name, each in items if name not in HOOK_TABLES)
     for key, each in items:
         if not isinstance(each, PLAIN):
             yield where, key, each, length
