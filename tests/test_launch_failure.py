@@ -626,6 +626,41 @@ def test_a_rank_that_reports_the_cause_after_one_that_saw_only_its_effect_is_nam
     assert "Boo: boo\nAfter that: DisagreementError: " in result.stderr
 
 
+FORKS = """
+import os, sys, torch, instep
+data = torch.utils.data.TensorDataset(torch.ones(4, 1))
+loader = instep.shard(torch.utils.data.DataLoader(data, 2))
+ends = ("exit", "raise", "end") if instep.rank == 1 else ()
+for batch in loader:
+    pass
+for end in ends:
+    child = os.fork()
+    if child == 0:
+        if end == "raise":
+            raise ValueError("of a child")
+        if end == "exit":
+            sys.exit(0)
+        break
+    tell(end, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    for batch in loader:
+        pass
+    tell("end of", instep.rank, float(instep.all_reduce(torch.ones(()))))
+"""
+
+
+def test_a_process_that_a_rank_forks_ends_as_any_process_and_not_as_that_rank(
+    launch: Launch,
+) -> None:
+    result = launch.run("-n", 2, launch.script(FORKS))
+    assert result.returncode == 0, result.stderr
+    ends = [["end", 0], ["end of", 0, 2.0], ["end of", 1, 2.0], ["exit", 0], ["raise", 1]]
+    assert launch.events(5) == ends
+    assert "failed" not in result.stderr
+    assert "INS719" not in result.stderr
+    assert result.stderr.count("ValueError: of a child") == 1
+
+
 CHILD_ENDS = """
 import signal, subprocess
 def handle(number, frame):

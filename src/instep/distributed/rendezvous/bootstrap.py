@@ -269,6 +269,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+# A child that the script forks has no part in the group, and may end as any process does.
+os.register_at_fork(after_in_child=partial(atexit.unregister, leave))
+
+
 def share_group(shared: bool) -> bool:
     """Let the script have the group that `init` has made as its own, or take it back; whether this
     changes anything."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from instep.distributed import gloo_threads
 from instep.distributed.conditions import note_condition
@@ -29,6 +30,7 @@ from instep.process.tracebacks import (
     format_traceback,
     is_caused_by_another_rank,
     script_line,
+    trim_traceback,
 )
 
 LINES = "lines"
@@ -39,6 +41,7 @@ PLAIN = "plain"
 
 def main(line: str, buffering: str, mode: str, *command: str) -> None:
     """Run `command` and exit as it would, but write its exception to a file instead of stderr."""
+    process = os.getpid()
     hook = sys.excepthook = ExceptHook()
     leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
@@ -50,26 +53,36 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run_program(command, plain=mode == PLAIN, begin=lambda: _send(int(line), BEGUN))
-        leave.report_success(_end_of_script())
-    except SystemExit as leaving:
-        if system_exit_code(leaving) and not program.failing(f"SystemExit: {leaving.code}"):
-            sys.exit(leave.leave_report_to_rank_0())
-        sys.exit(leave.report_exit(leaving))
-    except KeyboardInterrupt as interrupt:
-        if program.failing(format_error(interrupt), interrupt):
-            leave.report_failure(interrupt, code=-signal.SIGINT)
-        sys.excepthook = _print_nothing
-        raise
+        if os.getpid() == process:
+            leave.report_success(_end_of_script())
     except BaseException as error:
-        # Another loader worker may die now: torch's handler raised an error into the report.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        hook.written = error
-        if not program.failing(format_error(error), error):
+        if os.getpid() == process:
+            _leave_after(error, hook, leave)
+        # A child that the script has forked is no rank: it ends as any process does.
+        trim_traceback(error)
+        raise
+
+
+def _leave_after(error: BaseException, hook: ExceptHook, leave: ExitReporter) -> NoReturn:
+    """Report how the script ended, and end this rank."""
+    if isinstance(error, SystemExit):
+        if system_exit_code(error) and not program.failing(f"SystemExit: {error.code}"):
             sys.exit(leave.leave_report_to_rank_0())
-        program.explain(error)
-        leave.report_failure(error, code=1, raised=True)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        sys.exit(leave.report_exit(error))
+    if isinstance(error, KeyboardInterrupt):
+        if program.failing(format_error(error), error):
+            leave.report_failure(error, code=-signal.SIGINT)
+        sys.excepthook = _print_nothing
+        raise error
+    # Another loader worker may die now: torch's handler raised an error into the report.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    hook.written = error
+    if not program.failing(format_error(error), error):
+        sys.exit(leave.leave_report_to_rank_0())
+    program.explain(error)
+    leave.report_failure(error, code=1, raised=True)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(1)
 
 
 class ExceptHook:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import os
 import sys
 import warnings
 from collections import deque
@@ -151,8 +152,10 @@ def reset() -> None:
 
 @functools.cache
 def _follow_exit() -> None:
-    """Compare at the end of the script, too; before the ranks leave the job."""
+    """Compare at the end of the script, too; before the ranks leave the job. Not at the end of a
+    forked child."""
     atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=functools.partial(atexit.unregister, _at_exit))
 
 
 def _at_exit() -> None:
