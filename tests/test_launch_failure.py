@@ -649,10 +649,11 @@ else:
 """
 
 
+@pytest.mark.parametrize("backend", [{}, {"INSTEP_BACKEND": "gloo"}])
 def test_a_process_that_a_rank_forks_ends_as_any_process_and_not_as_that_rank(
-    launch: Launch,
+    launch: Launch, backend: dict[str, str]
 ) -> None:
-    result = launch.run("-n", 2, launch.script(FORKS))
+    result = launch.run("-n", 2, launch.script(FORKS), environ=backend)
     assert result.returncode == 0, result.stderr
     ends = [["end", 0], ["end of", 0, 2.0], ["end of", 1, 2.0], ["exit", 0], ["raise", 1]]
     assert launch.events(5) == ends

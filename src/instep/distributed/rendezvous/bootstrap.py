@@ -7,6 +7,7 @@ other accelerators (`identity/accelerators.py`), Gloo between CPUs. A world of o
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import socket
@@ -46,7 +47,7 @@ from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.exit_status import format_ranks
-from instep.process.torch_private import default_store
+from instep.process.torch_private import default_store, process_groups
 
 _FILES, _FILES_PER_RANK = 512, 4
 """Files that a rank may open: its own, and connections to the others. Gloo has one for each other
@@ -269,8 +270,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-# A child that the script forks has no part in the group, and may end as any process does.
-os.register_at_fork(after_in_child=partial(atexit.unregister, leave))
+def _stay_out_of_groups() -> None:
+    """In a forked child, which has no part in the groups and none of Gloo's threads: to destroy a
+    group, as Python does at its end, would wait for them for ever."""
+    atexit.unregister(leave)
+    for group in process_groups():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_stay_out_of_groups)
 
 
 def share_group(shared: bool) -> bool:
