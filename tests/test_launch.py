@@ -204,7 +204,10 @@ def test_a_process_group_of_the_script_is_that_of_instep_if_there_is_one(launch:
     assert launch.events(2) == [[0, *said], [1, *said]]
 
 
-def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(launch: Launch) -> None:
+@pytest.mark.parametrize("is_ours", [True, False], ids=["instep run", "torchrun"])
+def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
+    launch: Launch, is_ours: bool
+) -> None:
     """Of 5 rows the ranks have 2 and 3, of the last one 0 and 1."""
     script = launch.script("""
         import instep, torch
@@ -223,8 +226,12 @@ def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(launch: Launch) -
         tell(rank, *grads)
         dist.destroy_process_group()
     """)
-    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "cache")}
-    ended = launch.run("-n", 2, script, environ=of_torch)
+    ours = [sys.executable, "-m", "instep", "run", "-n", "2"]
+    theirs = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    of_torch = ("TORCHINDUCTOR_CACHE_DIR", *([] if is_ours else ["TMPDIR"]))  # what it leaves
+    environ = launch.environ | dict.fromkeys(of_torch, str(launch.folder))
+    command = [*(ours if is_ours else theirs), script]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[0, 6.0, 12.0], [1, 6.0, 12.0]]
 

@@ -83,6 +83,8 @@ later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 HOOKED_NODE = torch.autograd.Function, "_register_hook"
 """The class, and the name of its static method, that C++ calls where a node of any kind gets a hook
 (`register_hook`, `register_prehook`)."""
+DDP_BEFORE_FORWARD = "_pre_forward"
+"""The method that DistributedDataParallel.forward calls first, which is never compiled."""
 COMPILER_NOTES = "_dynamo"
 """How the names of attributes begin in which torch.compile notes something of a parameter."""
 foreach_add = torch._foreach_add

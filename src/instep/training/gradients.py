@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
-from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.patching import Function, Patch
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, roots_of
@@ -215,15 +215,6 @@ def backward(
 
 PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 """For all backward passes of this process."""
-
-
-def weight_averages(model: torch.nn.Module) -> None:
-    """Weight the gradients of a model that DistributedDataParallel averages."""
-    token = object()  # what holds the parameters would keep them for ever
-    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        externally_averaged[parameter] = token
-        parameter.register_hook(zero_if_placeholder)
-    PatchHandle([PATCH])
 
 
 def zero_if_placeholder(grad: Tensor) -> Tensor | None:

@@ -21,6 +21,7 @@ from instep.training.batches.loop_ends import number_loader
 from instep.training.batches.registry import is_registered, register, register_end, register_skipped
 from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, tensor_leaves
+from instep.training.ddp_averages import weight_ddp_averages
 from instep.training.drift.other_models import follow_other_models
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
 from instep.training.loaders.batch_rows import BatchRows
@@ -103,15 +104,13 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
     if isinstance(what, list | tuple | dict):
         _check_entries([*what.values()] if isinstance(what, dict) else [*what])
     follow_other_models()
+    weight_ddp_averages()
     if isinstance(what, DataLoader):
         check_same_data(what)
         return _shard_loader(what)
     if _is_other_loader(what):
         return SlicedLoader(what)
     return _shard_batch(what)
-
-
-# ------------------------------------------------------------------------------- one batch
 
 
 def _check_entries(entries: list[object]) -> None:
@@ -124,6 +123,9 @@ def _check_entries(entries: list[object]) -> None:
             f"{type(found).__name__} among them. Call it for each: train, test = "
             "instep.shard(train), instep.shard(test); of a model it is instep.replicate(model)."
         )
+
+
+# ------------------------------------------------------------------------------- one batch
 
 
 def _shard_batch(batch: T) -> T:

@@ -4,8 +4,7 @@ torch's TCPStore listens on every interface of the host. Here it listens on MAST
 possible on the socket that `instep run` has bound. A backend that this host does not have is an
 error with advice. A group for which the script gives no time limit takes INSTEP_TIMEOUT where that
 is set. The ranks of the script's group are watched as those of instep's own are, and its
-DistributedDataParallel models are compared between them; their gradients are those of the global
-batch where `instep.shard` has divided it. If instep has made the process group
+DistributedDataParallel models are compared between them. If instep has made the process group
 before, as `hvd.init` does, the script gets that one.
 """
 
@@ -122,14 +121,9 @@ def _new_group(
 
 
 def _make_ddp(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    import torch.distributed as dist
-
-    from instep.training import gradients
     from instep.training.drift import ddp
 
     ddp.follow(original, model, *args, **kwargs)
-    if model.process_group is dist.group.WORLD and dist.get_world_size() > 1:
-        gradients.weight_averages(model.module)
 
 
 def _backends_here() -> str:
