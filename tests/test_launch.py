@@ -226,11 +226,10 @@ def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
         tell(rank, *grads)
         dist.destroy_process_group()
     """)
-    ours = [sys.executable, "-m", "instep", "run", "-n", "2"]
-    theirs = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours, theirs = ["instep", "run", "-n", "2"], ["torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *(ours if is_ours else [*theirs, "--standalone"]), script]
     of_torch = ("TORCHINDUCTOR_CACHE_DIR", *([] if is_ours else ["TMPDIR"]))  # what it leaves
     environ = launch.environ | dict.fromkeys(of_torch, str(launch.folder))
-    command = [*(ours if is_ours else theirs), script]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[0, 6.0, 12.0], [1, 6.0, 12.0]]
