@@ -14,9 +14,9 @@ import instep
 from instep.distributed import numbers
 from instep.distributed.communication.transport import get_transport
 from instep.errors import TrainingError
-from instep.training.batchnorm import _local_moments, batch_norm
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import reducer_of
+from instep.training.normalization.batchnorm import _local_moments, batch_norm
 from pool import ranks, run
 
 SHAPES = {

@@ -2,7 +2,8 @@
 
 import instep
 from instep.distributed.communication import transport
-from instep.training import batch_statistics, blocks, random_streams, shards
+from instep.training import blocks, random_streams, shards
+from instep.training.normalization import batch_statistics
 
 
 def mean_of_means():

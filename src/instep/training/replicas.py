@@ -29,8 +29,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import TrainingError
 from instep.process.patching import Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, Dropout, disable_compile
-from instep.training import batch_statistics, forward_calls, gradients
-from instep.training.batch_statistics import statistics_of
+from instep.training import forward_calls, gradients
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
@@ -43,6 +42,8 @@ from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.losses.closures import follow_steps
+from instep.training.normalization import batch_statistics
+from instep.training.normalization.batch_statistics import statistics_of
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
     RNGStates,

@@ -10,7 +10,7 @@ from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
 from instep.compat.horovod.reductions import allreduce_async_
 from instep.process.torch_private import BatchNorm
-from instep.training.batchnorm import normalize
+from instep.training.normalization.batchnorm import normalize
 
 
 class SyncBatchNorm(BatchNorm):

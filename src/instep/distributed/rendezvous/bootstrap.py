@@ -64,8 +64,6 @@ _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 sends by NCCL. `instep.send` means that."""
 _is_making_group = False
 """Whether `init` makes the process group of torch."""
-_is_shared = False
-"""Whether the script has the group of `init` as its own: it has called init_process_group."""
 
 
 def current() -> World:
@@ -201,13 +199,8 @@ def _requested_world(rank: int | None, world_size: int | None) -> World:
         return launchers.detect()
     if rank is None or world_size is None:
         raise RendezvousError("give both rank and world_size, or neither.")
-    return World(
-        rank=rank,
-        size=world_size,
-        local_rank=rank,
-        local_size=world_size,
-        source=join_check.BY_THE_SCRIPT,
-    )
+    one_host = {"local_rank": rank, "local_size": world_size}
+    return World(rank=rank, size=world_size, **one_host, source=join_check.BY_THE_SCRIPT)
 
 
 def _backend(world: World, device: torch.device) -> str:
@@ -264,7 +257,6 @@ def _remember_watched() -> None:
 
 def leave() -> None:
     """Destroy the process group; does nothing where there is none."""
-    share_group(False)
     _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -281,21 +273,17 @@ def _stay_out_of_groups() -> None:
 os.register_at_fork(after_in_child=_stay_out_of_groups)
 
 
-def share_group(shared: bool) -> bool:
-    """Let the script have the group that `init` has made as its own, or take it back; whether this
-    changes anything."""
-    global _is_shared
+def own_group() -> dist.ProcessGroup | None:
+    """The process group of torch, if `init` has made it."""
     group = dist.group.WORLD
-    own = group is not None and group in _states and _states[group].timeout is not None
-    before, _is_shared = _is_shared, own and shared
-    return own and _is_shared != before
+    is_own = group is not None and group in _states and _states[group].timeout is not None
+    return group if is_own else None
 
 
 def default_timeout() -> timedelta | None:
     """The limit of a group's collectives where the script gives none: that of the group which
     `init` has made, or INSTEP_TIMEOUT where it is set. None: as torch chooses."""
-    group = dist.group.WORLD
-    if group is not None and group in _states and _states[group].timeout is not None:
+    if (group := own_group()) is not None:
         return _states[group].timeout
     return settings.timeout() if os.environ.get(settings.TIMEOUT.name) else None
 

@@ -14,11 +14,16 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 from instep.distributed.errors import BackendError, PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import listening
 from instep.process.patching import Patch, PatchHandle
+
+_shared: WeakSet[Any] = WeakSet()
+"""Process groups that instep has made, and the script has as its own: it has called
+init_process_group."""
 
 
 def install_patches() -> None:
@@ -76,8 +81,10 @@ def _init_process_group(
     from instep.distributed.rendezvous import bootstrap
 
     _check_backend(backend)
-    if bootstrap.share_group(True):
+    group = bootstrap.own_group()
+    if group is not None and group not in _shared:
         _check_numbers(*args, **kwargs)
+        _shared.add(group)
         return
     original(backend, init_method, timeout or bootstrap.default_timeout(), *args, **kwargs)
     bootstrap.watch_group()
@@ -90,7 +97,6 @@ def _check_numbers(world_size: int = -1, rank: int = -1, *_: Any, **__: Any) -> 
     world = bootstrap.current()
     if world_size in (-1, world.size) and rank in (-1, world.rank):
         return
-    bootstrap.share_group(False)
     raise RendezvousError(
         f"this is rank {world.rank} of {world.size}, in a process group that instep has made; "
         f"init_process_group(rank={rank}, world_size={world_size}) asks for another one. Leave "
@@ -101,10 +107,10 @@ def _check_numbers(world_size: int = -1, rank: int = -1, *_: Any, **__: Any) -> 
 def _destroy_process_group(original: Callable[..., None], group: Any = None) -> None:
     from torch.distributed import group as groups
 
-    from instep.distributed.rendezvous import bootstrap
-
-    # A group that instep has made stays: Horovod's functions, say, go on.
-    if group not in (None, groups.WORLD) or not bootstrap.share_group(False):
+    world = groups.WORLD
+    if world in _shared and group in (None, world):
+        _shared.remove(world)  # it stays: Horovod's functions, say, go on
+    else:
         original(group)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from instep.process.patching import Function
 from instep.process.torch_private import BatchNorm, disable_compile
-from instep.training import batchnorm
+from instep.training.normalization import batchnorm
 from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     as_plain,

@@ -16,9 +16,10 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, InstanceNorm, disable_compile
-from instep.training import batchnorm, forward_calls
+from instep.training import forward_calls
 from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import Scope, replica_of_part
+from instep.training.normalization import batchnorm
 
 statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of which rows a normalising layer takes the statistics, by its parameters and buffers."""
