@@ -1,5 +1,6 @@
 """This rank's block of every batch of a loader."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +24,13 @@ from torch.utils.data import (
 )
 
 import instep
-from instep.errors import CannotShardError, DisagreementError, DriftError, ShardedTwiceError
+from instep.errors import (
+    CannotShardError,
+    DisagreementError,
+    DriftError,
+    InstepWarning,
+    ShardedTwiceError,
+)
 from instep.training.errors import EmptyBlockError
 from instep.training.random_streams import is_deterministic
 from pool import ranks, run
@@ -390,6 +397,19 @@ def test_two_columns_are_no_list_of_two_samples_where_a_batch_has_two_rows():
         rows = [(x.tolist(), y.tolist()) for x, y in instep.shard(DataLoader(Pairs(), 2))]
     assert all(y == [[-value] for (value,) in x] for x, y in rows)
     assert sum(len(x) for x, _ in rows) == (2 if instep.rank == 0 else 3)
+
+
+@ranks(2)
+def test_a_list_of_batches_that_is_taken_for_one_batch_is_warned_of():
+    def pairs(*lengths):
+        return [(torch.ones(length, 2), torch.ones(length)) for length in lengths]
+
+    with pytest.warns(InstepWarning, match="one batch of 3 samples"):
+        instep.shard(pairs(5, 5, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lengths in [(5, 3, 2), (5, 5, 5), (2, 5)]:  # sequences, columns
+            instep.shard(pairs(*lengths))
 
 
 @ranks(2)

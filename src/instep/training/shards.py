@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.watchdog.call_stack import script_line
 from instep.process import in_main_thread, settings
 from instep.process.torch_private import tree_map
 from instep.training.batches.loop_ends import number_loader
@@ -24,7 +26,7 @@ from instep.training.blocks import Block, tensor_leaves
 from instep.training.ddp_averages import weight_ddp_averages
 from instep.training.drift.other_models import follow_other_models
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
-from instep.training.loaders.batch_rows import BatchRows
+from instep.training.loaders.batch_rows import BatchRows, looks_like_batches
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.collating import BlockCollate
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
@@ -42,6 +44,8 @@ from instep.training.random_streams import (
 )
 
 T = TypeVar("T")
+_warned: set[str] = set()
+"""Lines at which a list of batches may have been taken for one batch."""
 
 
 @overload
@@ -134,9 +138,20 @@ def _shard_batch(batch: T) -> T:
     if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
     block = replace(empty_block(), total=total)
+    if block.size > 1 and looks_like_batches(batch):
+        _warn_of_batches(total)
     local = rows.slice(batch, block)
     register(local, block)
     return local
+
+
+def _warn_of_batches(count: int) -> None:
+    if (line := script_line()) not in _warned:
+        _warned.add(line)
+        warn_at_script_line(
+            f"instep.shard takes this list for one batch of {count} samples, of which each rank "
+            "gets some. If they are batches, divide each: for batch in map(instep.shard, batches)."
+        )
 
 
 # ------------------------------------------------------------------- a loader, by its indices

@@ -134,6 +134,16 @@ def _is_list_of_samples(value: Any) -> bool:
     return len(kinds) == 1 and bool(tensor_leaves(value[0]))
 
 
+def looks_like_batches(samples: object) -> bool:
+    """Whether these are rather batches of one size, but for a smaller last one, than samples: each
+    is a tuple, list or dict of tensors with as many rows as each other."""
+    if not isinstance(samples, list) or any(isinstance(each, Tensor) for each in samples):
+        return False
+    sizes = [_one_of(t.shape[0] if t.dim() else None for t in tensor_leaves(s)) for s in samples]
+    *full, last = [size for size in sizes if size is not None] or [0]
+    return len(full) + 1 == len(sizes) and len({*full}) == 1 and 0 < last < full[0]
+
+
 def _map_fields(record: Any, function: Any) -> Any:
     new = copy.copy(record)
     for field in fields(record):
