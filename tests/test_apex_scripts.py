@@ -140,7 +140,7 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
         except ImportError as error:
             said = str(error)
         tell(apex is ours, amp is ours.amp, apex.parallel.distributed.DistributedDataParallel
-             is ours.parallel.DistributedDataParallel, LARC.__name__, find_spec("apex.RNN"),
+             is ours.parallel.DistributedDataParallel, LARC.__name__, find_spec("apex.rnn"),
              FusedAdam is ours.optimizers.FusedAdam, network_to_half.__module__, said,
              amp._amp_state is _amp_state, SyncBatchNorm is sync_batchnorm.SyncBatchNorm
              is ours.parallel.SyncBatchNorm)

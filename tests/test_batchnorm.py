@@ -112,7 +112,7 @@ def test_channels_that_do_not_lie_side_by_side(step):
 def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(dtype):
     """As exact as squared distances from the mean, in double precision."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((6, 6, 8, 8), generator=generator, dtype=dtype)
+    x = torch.randn((6, 6, 32, 32), generator=generator, dtype=dtype)
     x[:, 1] += 1e4
     x[:, 2] = 1e4 + 1 / 3
     x[:, 3] = 0
@@ -122,7 +122,7 @@ def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(dtype
         moments = _local_moments(x, False)
     exact = x.double().transpose(0, 1).flatten(1)
     squares = (exact - exact.mean(1, keepdim=True)).square().sum(1)
-    assert moments[-1] == 6 * 8 * 8
+    assert moments[-1] == 6 * 32 * 32
     precision = {"rtol": 1e3 * torch.finfo(dtype).eps, "equal_nan": True}
     np.testing.assert_allclose(moments[:6], exact.mean(1), **precision)
     np.testing.assert_allclose(moments[6:-1], squares, atol=1e-6, **precision)

@@ -198,7 +198,7 @@ def small_maps() -> nn.Module:
     """Batch normalisation over few numbers, which enlarges what half precision rounds."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Unflatten(1, (6, 1, 1)), nn.Upsample(8), nn.Conv2d(6, 8, 3)]
-    for _ in range(4):
+    for _ in range(3):
         layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
 

@@ -204,7 +204,13 @@ def test_a_process_group_of_the_script_is_that_of_instep_if_there_is_one(launch:
     assert launch.events(2) == [[0, *said], [1, *said]]
 
 
-@pytest.mark.parametrize("is_ours", [True, False], ids=["instep run", "torchrun"])
+@pytest.mark.parametrize(
+    "is_ours",
+    [
+        pytest.param(True, id="instep run"),
+        pytest.param(False, id="torchrun", marks=pytest.mark.nightly),
+    ],
+)
 def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
     launch: Launch, is_ours: bool
 ) -> None:

@@ -35,7 +35,8 @@ from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
-_FAR = 8.0  # a squared mean, in variances
+_MANY = 1 << 14  # elements of a tensor
+_FAR = 1.0  # a squared mean, in variances
 _DETAIL = "batch statistics"
 """What the collectives are for, in errors and records."""
 
@@ -283,7 +284,7 @@ def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
     count = 0 if is_placeholder else x.numel() // channels
     if not count:
         return numbers.zeros(2 * channels + 1, x)
-    if _channel_stride(x) >= _LONG:
+    if _channel_stride(x) >= _LONG and x.numel() > _MANY:
         return np.concatenate((*_moments_of_planes(x, count), (count,)))
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     return numbers.join((mean, var * count), count)
@@ -293,8 +294,9 @@ def _moments_of_planes(x: Tensor, count: int) -> tuple[NDArray[np.float64], NDAr
     """Of each channel the mean, and the sum of squared distances from it.
 
     From the sums and the norms of the planes, whose kernels are vectorised; torch's own for batch
-    statistics is not. Only where the mean is far from zero, the difference of the squares is not
-    exact enough, and the distances themselves are squared.
+    statistics is not, but adds up in double precision, which a few numbers may need. Only where the
+    mean is far from zero, the difference of the squares is not exact enough, and the distances
+    themselves are squared.
     """
     planes = x.flatten(2)
     mean = planes.sum(-1).numpy().sum(0, dtype=np.float64) / count
