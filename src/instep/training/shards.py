@@ -26,7 +26,7 @@ from instep.training.blocks import Block, tensor_leaves
 from instep.training.ddp_averages import weight_ddp_averages
 from instep.training.drift.other_models import follow_other_models
 from instep.training.errors import BitwiseError, CannotShardError, ShardedTwiceError
-from instep.training.loaders.batch_rows import BatchRows, looks_like_batches
+from instep.training.loaders.batch_rows import BatchRows, may_be_batches
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.collating import BlockCollate
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
@@ -138,7 +138,7 @@ def _shard_batch(batch: T) -> T:
     if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
     block = replace(empty_block(), total=total)
-    if block.size > 1 and looks_like_batches(batch):
+    if block.size > 1 and may_be_batches(batch):
         _warn_of_batches(total)
     local = rows.slice(batch, block)
     register(local, block)

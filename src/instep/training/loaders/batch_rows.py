@@ -134,8 +134,8 @@ def _is_list_of_samples(value: Any) -> bool:
     return len(kinds) == 1 and bool(tensor_leaves(value[0]))
 
 
-def looks_like_batches(samples: object) -> bool:
-    """Whether these are rather batches of one size, but for a smaller last one, than samples: each
+def may_be_batches(samples: object) -> bool:
+    """Whether these are batches of one size, but for a smaller last one, rather than samples: each
     is a tuple, list or dict of tensors with as many rows as each other."""
     if not isinstance(samples, list) or any(isinstance(each, Tensor) for each in samples):
         return False

@@ -286,17 +286,15 @@ def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
         return numbers.zeros(2 * channels + 1, x)
     if _channel_stride(x) >= _LONG and x.numel() > _MANY:
         return np.concatenate((*_moments_of_planes(x, count), (count,)))
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)  # adds up in double precision
     return numbers.join((mean, var * count), count)
 
 
 def _moments_of_planes(x: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of each channel the mean, and the sum of squared distances from it.
 
-    From the sums and the norms of the planes, whose kernels are vectorised; torch's own for batch
-    statistics is not, but adds up in double precision, which a few numbers may need. Only where the
-    mean is far from zero, the difference of the squares is not exact enough, and the distances
-    themselves are squared.
+    From the sums and the norms of the planes, whose kernels are vectorised. Where the mean is far
+    from zero, the difference of the squares is not exact enough: there the distances are squared.
     """
     planes = x.flatten(2)
     mean = planes.sum(-1).numpy().sum(0, dtype=np.float64) / count
