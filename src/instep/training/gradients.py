@@ -38,7 +38,7 @@ from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import check_divisors, is_first_uneven
+from instep.training.losses.divisors import are_sums, check_divisors, is_first_uneven
 
 T = TypeVar("T")
 
@@ -246,14 +246,15 @@ def _unequal_block() -> Block | None:
 def _backward_of_averages(
     original: Function, roots: tuple[Root, ...], grad_tensors: Any, rest: tuple[Any, ...]
 ) -> None:
-    """Backward of a graph without a replica: gradients that are averaged later get their weight."""
+    """Backward of a graph without a replica: gradients that are averaged later get their weight,
+    but those of a sum, whose average does not depend on how the rows are divided."""
     block = _unequal_block()
     if block is None or not find_calls(roots, externally_averaged)[1]:
         original(roots, grad_tensors, *rest)
         return
     forward_calls.push(ForwardCall.of(block))
     try:
-        weight = block.count * block.size / block.total
+        weight = 1.0 if are_sums(roots) else block.count * block.size / block.total
         original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)
     finally:
         forward_calls.pop()

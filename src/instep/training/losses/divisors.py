@@ -7,7 +7,7 @@ the sum of class weights, the tokens that are kept, or nothing. PyTorch's nodes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -56,8 +56,8 @@ def check_divisors(roots: Iterable[Root], rows: int, total: int, transport: Tran
     found = [each for root in roots for each in _divisors(node_of(root), whole)] if rows else []
     ratios = [divisor / rows for divisor in found if divisor is not None]
     mine = [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)]
-    are_sums, *bounds = zip(*gather_values(mine, transport), strict=True)
-    if any(are_sums):
+    sums, *bounds = zip(*gather_values(mine, transport), strict=True)
+    if any(sums):
         _warn("is a sum over rows", "instep.weight(None)")
     elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
         _warn(
@@ -65,6 +65,14 @@ def check_divisors(roots: Iterable[Root], rows: int, total: int, transport: Tran
             "instep.weight((y != ignore_index).sum()), for example; instep.weight(None), if it is "
             "a sum, also one that is divided by a constant",
         )
+
+
+def are_sums(roots: Iterable[Root]) -> bool:
+    """Whether these are sums, of which no term is a mean."""
+    found = [
+        each for root in roots for each in _divisors(node_of(root), None, lambda reduction: True)
+    ]
+    return bool(found) and all(divisor is None for divisor in found)
 
 
 def _differ(numbers: list[float]) -> bool:
@@ -81,9 +89,11 @@ def _warn(what: str, call: str) -> None:
         )
 
 
-def _divisors(root: Any, total: float | None) -> Iterator[float | None]:
-    """What the terms of a loss that come from a replica divide by; None for a sum, also one that is
-    divided by `total`."""
+def _divisors(
+    root: Any, total: float | None, counts: Callable[[Any], bool] = depends_on_call
+) -> Iterator[float | None]:
+    """What the terms of a loss divide by whose reduction `counts`, by default those that come from
+    a replica; None for a sum, also one that is divided by `total`."""
     stack: list[tuple[Any, float | None]] = [(root, None)]
     seen = set()
     while stack:
@@ -93,7 +103,7 @@ def _divisors(root: Any, total: float | None) -> Iterator[float | None]:
         seen.add(node)
         found, is_reduction = _divisor_of(node, divisor)
         if is_reduction:
-            if depends_on_call(node) and not _reduces_stack(node):
+            if counts(node) and not _reduces_stack(node):
                 is_sum = found == total is not None and _summed_elements(node) != total
                 yield None if is_sum else found
         elif node.name().startswith(("Mul", "Div")):
