@@ -48,8 +48,9 @@ _accumulating: tuple[object, int] | None = None
 batches had been loaded when it got it."""
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose gradients Horovod or DDP averages over the ranks; the value says which. This
-rank's gradient is weighted by its fraction of the batch times the number of ranks."""
+"""Parameters whose gradients Horovod or DDP averages over the ranks; those of one optimizer or model
+have the same value. The gradient of a mean over this rank's rows is weighted by its fraction of the
+batch times the number of ranks."""
 
 
 @contextmanager

@@ -208,7 +208,7 @@ def gather_rows(rows: Tensor) -> Tensor:
     if not isinstance(rows, Tensor):
         raise TypeError(
             f"gather_rows takes a tensor with one row for each sample, not {type(rows).__name__}; "
-            "lists of the ranks come by instep.all_gather_object."
+            "instep.all_gather_object gathers Python values."
         )
     if rows.dim() == 0:
         raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")

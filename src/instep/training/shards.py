@@ -118,7 +118,7 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
 
 
 def _check_entries(entries: list[object]) -> None:
-    """Raise CannotShardError for several loaders, which are not the samples of a batch."""
+    """Raise CannotShardError if a list or dict has loaders, models or the like: it is no batch."""
     kinds = DataLoader, Optimizer, nn.Module, Dataset, SlicedLoader
     found = next((each for each in entries if isinstance(each, kinds)), None)
     if found is not None:
