@@ -48,7 +48,7 @@ _accumulating: tuple[object, int] | None = None
 batches had been loaded when it got it."""
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose gradients Horovod or DDP averages over the ranks; those of one optimizer or model
+"""Parameters whose gradients Horovod or DDP averages over ranks. Those of one optimizer or model
 have the same value. The gradient of a mean over this rank's rows is weighted by its fraction of the
 batch times the number of ranks."""
 
