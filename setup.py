@@ -1,10 +1,11 @@
-"""The long description: README.md with links to the repository; pyproject.toml has all the rest."""
+"""What pyproject.toml cannot say: the long description, which is README.md with links to the
+repository, and how the C kernels are compiled."""
 
 import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,7 +26,21 @@ def with_absolute_links(page: str) -> str:
     return re.sub(r"(!?\[[^\]]*\]\()(?![a-z]+:)([^)#\s]*)((?:#[^)]*)?\))", absolute, page)
 
 
+KERNELS = "src/instep/training/normalization/cpu_kernels"
+# Sums may be reordered, which vector instructions need. Values may be infinite or NaN.
+FAST_SUMS = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+
 setup(
+    ext_modules=[
+        Extension(
+            "instep.training.normalization._cpu_kernels",
+            [f"{KERNELS}.c"],
+            extra_compile_args=["-std=c11", "-O3", *FAST_SUMS],
+            py_limited_api=True,  # it calls nothing of Python's
+            optional=True,  # without a compiler, instep computes the same by torch's kernels
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     long_description=with_absolute_links((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
 )

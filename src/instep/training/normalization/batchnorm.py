@@ -8,8 +8,6 @@ several shards, each with statistics of its own:
     n var = sum (squares_r + n_r (mean_r - mean)^2)      (Chan, Golub, LeVeque 1979, eq. 2.1)
 
 where squares_r is the sum of squared distances from mean_r.
-
-The passes over the activations are PyTorch's own fused kernels with given statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from instep.distributed import numbers
@@ -33,10 +30,10 @@ from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
 from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
+from instep.training.normalization.cpu_kernels import cpu_kernels
+from instep.training.normalization.kernels import Kernels, Shard, all_but_channels
+from instep.training.normalization.torch_kernels import TORCH_KERNELS, in_dtype
 
-_SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
-_MANY = 1 << 14  # elements of a tensor
-_FAR = 1.0  # a squared mean, in variances
 _DETAIL = "batch statistics"
 """What the collectives are for, in errors and records."""
 
@@ -68,21 +65,6 @@ class _OneShard:
     def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
         with recorder.with_detail(_DETAIL):
             return numbers.sum_over_ranks(by_shard[0], self.transport)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What torch.nn.functional.batch_norm gets for one shard."""
-
-    input: Tensor
-    """(rows, channels, ...), the shard's rows."""
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
 
 
 def batch_norm(
@@ -159,47 +141,41 @@ class _GlobalBatchNorm(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         inputs, weights, biases = _thirds(tensors)
-        eps, dtype = shards[0].eps, _statistics_dtype(inputs[0])
+        kernels = _kernels_of(shards)
         with np.errstate(all="ignore"):  # as torch, of values that are not finite
             moments = collectives.gather_numbers(
-                [_local_moments(x, is_placeholder) for x in inputs]
+                [_moments(x, is_placeholder, kernels) for x in inputs]
             )
             _check_value_count(moments, inputs[0], is_placeholder)
-            merged = _merge(moments)
-            mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
-            _update_running(shards, mean, merged)
-        outputs = []
-        for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            # The kernels take weights in half precision with statistics in that only.
-            slope = None if weight is None else _in_dtype(weight, dtype)
-            offset = None if bias is None else _in_dtype(bias, dtype)
-            output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
-            outputs.append(output)
+            statistics = kernels.merge(moments, shards)
         ctx.save_for_backward(*tensors)
-        ctx.statistics, ctx.mean, ctx.var = merged, mean, var
-        ctx.eps, ctx.is_placeholder, ctx.collectives = eps, is_placeholder, collectives
-        return tuple(outputs)
+        ctx.kernels, ctx.statistics = kernels, statistics
+        ctx.is_placeholder, ctx.collectives = is_placeholder, collectives
+        return tuple(
+            kernels.normalize(x, weight, bias, statistics)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, mean, var = ctx.saved_tensors, ctx.mean, ctx.var
+        tensors, kernels, statistics = ctx.saved_tensors, ctx.kernels, ctx.statistics
         inputs, weights, biases = _thirds(tensors)
         if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
             return _differentiable_backward(ctx, grads[0], tensors)
-        own = [_local_sums(g, x, mean, var, ctx.eps) for g, x in zip(grads, inputs, strict=True)]
-        by_shard = [numbers.join(sums) for sums in own]
+        own = [kernels.sums(g, x, statistics) for g, x in zip(grads, inputs, strict=True)]
+        by_shard = [sums for sums, _, _ in own]
         if ctx.is_placeholder:
             by_shard[0][:] = 0
         with np.errstate(all="ignore"):
             sums = ctx.collectives.sum_numbers(by_shard)
             needed = _thirds(ctx.needs_input_grad[3:])
             results: list[Tensor | None] = [
-                _input_gradient(grad, x, weight, sums, ctx) if need else None
+                kernels.input_gradient(grad, x, weight, sums, statistics) if need else None
                 for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
             ]
-        for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True)):
+        for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True), 1):
             results += [
-                _in_dtype(each[k], parameter.dtype) if need else None
+                in_dtype(each[k], parameter.dtype) if need else None
                 for each, parameter, need in zip(own, parameters, needs, strict=True)
             ]
         return None, None, None, *results
@@ -224,7 +200,7 @@ def _differentiable_backward(
     inputs = [t for t, needs in zip(tensors, needed, strict=True) if needs and t is not None]
     with use_transport(ctx.collectives.transport):
         x, weight, bias = tensors
-        output = _composite(x, weight, bias, ctx.eps, ctx.is_placeholder)
+        output = _composite(x, weight, bias, ctx.statistics.eps, ctx.is_placeholder)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
     return None, None, None, *(next(found) if needs else None for needs in needed)
 
@@ -233,7 +209,7 @@ def _composite(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_placeholder: bool
 ) -> Tensor:
     """Batch normalisation with the statistics of all ranks, step by step."""
-    dims, shape = _all_but_channels(x)
+    dims, shape = all_but_channels(x)
     count = sum_with_graph(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
     mean = sum_with_graph(_contribution(x.sum(dims), is_placeholder)) / count
     mean = apply(_ZeroGrad, mean, True) if is_placeholder else mean
@@ -277,124 +253,11 @@ def _check_value_count(moments: Numbers, x: Tensor, is_placeholder: bool) -> Non
         )
 
 
-def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
-    """The statistics of this rank's rows: each channel's mean, then each channel's sum of squared
-    distances from it, then the number of values in a channel."""
-    channels = x.shape[1]
-    count = 0 if is_placeholder else x.numel() // channels
-    if not count:
-        return numbers.zeros(2 * channels + 1, x)
-    if _channel_stride(x) >= _LONG and x.numel() > _MANY:
-        return np.concatenate((*_moments_of_planes(x, count), (count,)))
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)  # adds up in double precision
-    return numbers.join((mean, var * count), count)
+def _moments(x: Tensor, is_placeholder: bool, kernels: Kernels) -> Numbers:
+    is_empty = is_placeholder or x.numel() == 0
+    return numbers.zeros(2 * x.shape[1] + 1, x) if is_empty else kernels.moments(x)
 
 
-def _moments_of_planes(x: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of each channel the mean, and the sum of squared distances from it.
-
-    From the sums and the norms of the planes, whose kernels are vectorised. Where the mean is far
-    from zero, the difference of the squares is not exact enough: there the distances are squared.
-    """
-    planes = x.flatten(2)
-    mean = planes.sum(-1).numpy().sum(0, dtype=np.float64) / count
-    squares = np.square(torch.linalg.vector_norm(planes, dim=-1).numpy(), dtype=np.float64).sum(0)
-    squares_of_mean = count * mean * mean
-    squares -= squares_of_mean
-    far = np.flatnonzero(~(squares_of_mean <= _FAR * squares))  # or not finite
-    if far.size:
-        centred = planes[:, far] - torch.from_numpy(mean[far]).to(x.dtype)[:, None]
-        rest = centred.sum((0, 2)).numpy().astype(np.float64)  # what rounding the mean has left
-        squares[far] = centred.square_().sum((0, 2)).numpy() - rest * rest / count
-    return mean, squares
-
-
-def _local_sums(
-    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
-    if 1 < _channel_stride(x) < _SHORT:  # torch's kernel is not vectorised here
-        _, shape = _all_but_channels(x)
-        dot = (x - mean.view(shape)).mul_(grad).flatten(2).sum(-1).sum(0)
-        return dot * (var + eps).rsqrt(), grad.flatten(2).sum(-1).sum(0)
-    # Given statistics are constants to this kernel: what it calls the gradients of weight and
-    # bias are just these sums, whatever the weight. CUDA's takes neither None for what a forward
-    # would have saved, nor no weight.
-    one, nothing = torch.ones_like(mean), mean.new_empty(0)
-    _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, one, mean, var, nothing, nothing, False, eps, [False, True, True]
-    )
-    return dot, total
-
-
-def _channel_stride(x: Tensor) -> int:
-    """How many elements of a channel lie side by side; 0 where torch's kernels are fast anyway."""
-    plain = x.dim() > 2 and x.is_cpu and x.dtype in (torch.float32, torch.float64)
-    return x.stride(1) if plain else 0
-
-
-@dataclass(frozen=True)
-class _Statistics:
-    """Of all shards' rows together."""
-
-    mean: Numbers
-    var: Numbers
-    """Biased."""
-    count: Any
-    """How many values a channel has: a float, or a tensor on an accelerator."""
-
-
-def _merge(moments: Numbers) -> _Statistics:
-    channels = moments.shape[1] // 2
-    means, squares, counts = moments[:, :channels], moments[:, channels:-1], moments[:, -1:]
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    offsets = means - mean
-    return _Statistics(mean, (squares + counts * offsets * offsets).sum(0) / total, total)
-
-
-def _update_running(shards: Sequence[Shard], mean: Tensor, merged: _Statistics) -> None:
-    # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
-    # version counters as they are.
-    for shard in shards:
-        if (running := shard.running_mean) is not None:
-            running.data.lerp_(_in_dtype(mean, running.dtype), shard.momentum)
-        if (running := shard.running_var) is not None:
-            unbiased = merged.var * (merged.count / (merged.count - 1))
-            running.data.lerp_(numbers.to_tensor(unbiased, running.dtype), shard.momentum)
-
-
-def _input_gradient(
-    grad: Tensor, x: Tensor, weight: Tensor | None, sums: Numbers, ctx: Any
-) -> Tensor:
-    """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
-
-    `sums`: of grad * x_hat and of grad over all rows, for each channel.
-
-    Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
-    scale * grad (another).
-    """
-    dtype, statistics, channels = ctx.mean.dtype, ctx.statistics, x.shape[1]
-    scale = (statistics.var + ctx.eps) ** -0.5
-    if weight is not None:
-        scale = scale * numbers.from_tensor(weight)
-    factors = sums.reshape(2, channels) * (scale / -statistics.count)
-    slope, offset = numbers.to_tensor(factors[0], dtype), numbers.to_tensor(factors[1], dtype)
-    affine, *_ = torch.native_batch_norm(x, slope, offset, ctx.mean, ctx.var, False, 0.0, ctx.eps)
-    _, shape = _all_but_channels(x)
-    return affine.addcmul_(grad, numbers.to_tensor(scale, grad.dtype).view(shape))
-
-
-def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:
-    """The dimensions that statistics run over; the shape of a channel's number beside `x`."""
-    return [0, *range(2, x.dim())], (1, -1) + (1,) * (x.dim() - 2)
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself if it has this dtype. (Asking takes less time than `to`.)"""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    """What torch keeps batch statistics in: float32 for half precision, else the input's."""
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+def _kernels_of(shards: Sequence[Shard]) -> Kernels:
+    compiled = cpu_kernels()
+    return compiled if compiled is not None and compiled.accepts(shards) else TORCH_KERNELS

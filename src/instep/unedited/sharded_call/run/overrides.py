@@ -15,6 +15,7 @@ from torch.utils.checkpoint import noop_context_fn
 from instep.process.patching import Function
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training.normalization import batchnorm
+from instep.training.normalization.kernels import Shard
 from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     as_plain,
@@ -55,7 +56,7 @@ def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     region = current_region()
     assert region is not None
     output: Tensor = region.meet(
-        batchnorm.Shard(as_plain(rows), *args, **kwargs),
+        Shard(as_plain(rows), *args, **kwargs),
         partial(batchnorm.batch_norm_of_shards, collectives=region.group),
     )
     return with_attributes_of(rows, output) if is_subclass(rows) else output
