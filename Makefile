@@ -1,24 +1,27 @@
 # `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+KERNELS := src/instep/training/normalization/cpu_kernels.c
 # Two tests at once: while the ranks of one wait or start, those of the other compute.
 AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly gpu mutants suites bench unedited compat docs dist lint clean
+.PHONY: demo test components quick nightly gpu mutants suites bench unedited compat docs dist lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready lint
-	scripts/components
+test: components .venv/ready lint
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
 	DRAWN_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
 	DRAWN_LOOPS=300 $(BIN)/python -m pytest tests/test_drawn_loops.py
 	$(BIN)/python -m pytest -m nightly
+
+components:
+	scripts/components
 
 quick: .venv/ready
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not launch and not nightly" -x -q
@@ -56,8 +59,10 @@ docs: .venv-docs/ready
 # The source distribution and the wheel, in dist; CONTRIBUTING.md tells how to release them.
 dist: .venv/ready
 	@! grep OWNER pyproject.toml || { echo "write the repository's account in place of OWNER"; exit 1; }
-	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
 
 lint: .venv/ready
@@ -66,7 +71,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-.venv/ready: pyproject.toml constraints.txt scripts/venv
+.venv/ready: pyproject.toml constraints.txt scripts/venv setup.py $(KERNELS)
 	scripts/venv "$(PYTHON)"
 	touch $@
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import components
 from instep.version import __version__
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,7 @@ def dist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     own = ["src", "tests", "docs", "examples", "benchmarks", "scripts", ".ci"]
     for name in own:
-        left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "build")
         shutil.copytree(ROOT / name, folder / "tree" / name, ignore=left_out)
     for path in ROOT.iterdir():
         if path.is_file() and path.name != ".git":
@@ -66,6 +67,14 @@ def test_the_index_would_accept_both_files(dist):
     files = sorted(dist.iterdir())
     assert len(files) == 2
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
+
+
+@components.needs("C++")
+def test_the_wheel_has_the_kernels_in_c_for_every_python(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "instep/training/normalization/_cpu_kernels.abi3.so" in names
+    assert "-cp311-abi3-linux_" in wheel.name
 
 
 def test_the_version_is_that_of_the_module(metadata):

@@ -16,6 +16,7 @@ from instep.distributed import interfaces
 from instep.distributed.identity import accelerators, launchers, torch_devices
 from instep.distributed.rendezvous import bootstrap, devices
 from instep.process import settings, storage, torch_private
+from instep.training.normalization.cpu_kernels import cpu_kernels
 from instep.unedited.files import landlock
 
 Facts = dict[str, Any]
@@ -107,6 +108,7 @@ def _backends() -> dict[str, bool]:
 def _versions() -> dict[str, str]:
     return {
         "instep": version.__version__,
+        "kernels": "of torch" if cpu_kernels() is None else "in C",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
