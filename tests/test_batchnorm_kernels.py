@@ -123,6 +123,17 @@ def test_the_kernels_in_c_leave_other_tensors_to_torch(kind, one_thread):
 
 
 @components.needs("C++")
+def test_a_gradient_of_another_class_is_left_to_torch():
+    parts = X.as_subclass(Marked), X
+    statistics = in_c().merge(in_c().moments(X)[None], [Shard(X, None, None)])
+    sums, *_ = zip(*(in_c().sums(part, X, statistics) for part in parts), strict=True)
+    np.testing.assert_allclose(*sums, rtol=1e-5)
+    found = [in_c().input_gradient(part, X, None, sums[1], statistics) for part in parts]
+    torch.testing.assert_close(*(each.as_subclass(torch.Tensor) for each in found))
+    assert isinstance(found[0], Marked)
+
+
+@components.needs("C++")
 def test_the_kernels_in_c_leave_several_threads_to_torch(one_thread):
     torch.set_num_threads(2)
     assert not in_c().accepts([Shard(X, None, None)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from instep.distributed.numbers import Numbers
 from instep.training.normalization.kernels import Shard, Statistics
+from instep.training.normalization.torch_kernels import TORCH_KERNELS
 
 _INTERFACE = 1
 """instep_kernels_interface of cpu_kernels.c: both change with any function's parameters."""
@@ -65,19 +66,15 @@ class _CpuKernels:
         statistics = np.empty((2, channels))
         means = _address(statistics)
         count = self._library.instep_merge(_address(moments), len(moments), channels, means)
+        update = self._library.instep_update_running
         for shard in shards:
             if (running := shard.running_mean) is not None:
-                self._update(running, means, 1.0, shard.momentum)
+                update(running.data_ptr(), means, channels, 1.0, shard.momentum)
             if (running := shard.running_var) is not None:
-                correction = count / (count - 1) if count > 1 else math.nan
+                unbiased = count / (count - 1) if count > 1 else math.nan
                 variances = means + channels * statistics.itemsize
-                self._update(running, variances, correction, shard.momentum)
-        return Statistics(statistics[0], statistics[1], count, shards[0].eps)
-
-    def _update(self, running: Tensor, values: int, correction: float, momentum: float) -> None:
-        self._library.instep_update_running(
-            running.data_ptr(), values, len(running), correction, momentum
-        )
+                update(running.data_ptr(), variances, channels, unbiased, shard.momentum)
+        return Statistics(statistics[0], statistics[1], count, shards[0].eps, torch.float32)
 
     def normalize(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics
@@ -97,9 +94,11 @@ class _CpuKernels:
     def sums(
         self, grad: Tensor, x: Tensor, statistics: Statistics
     ) -> tuple[Numbers, Tensor, Tensor]:
-        grad = grad.contiguous()
-        channels = x.shape[1]
-        sums, for_weight, for_bias = np.empty(2 * channels), *x.new_empty((2, channels))
+        if type(grad) is not Tensor:
+            return TORCH_KERNELS.sums(grad, x, statistics)
+        grad, channels = grad.contiguous(), x.shape[1]
+        sums = np.empty(2 * channels)
+        for_weight, for_bias = x.new_empty(channels), x.new_empty(channels)
         self._library.instep_sums(
             grad.data_ptr(),
             x.data_ptr(),
@@ -120,6 +119,8 @@ class _CpuKernels:
         sums: Numbers,
         statistics: Statistics,
     ) -> Tensor:
+        if type(grad) is not Tensor:
+            return TORCH_KERNELS.input_gradient(grad, x, weight, sums, statistics)
         grad, output = grad.contiguous(), torch.empty_like(x)
         self._library.instep_input_grad(
             grad.data_ptr(),

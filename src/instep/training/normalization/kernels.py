@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from instep.distributed import numbers
 from instep.distributed.numbers import Numbers
 
 
@@ -36,8 +39,17 @@ class Statistics:
     count: Any
     """How many values a channel has: a float, or a tensor on an accelerator."""
     eps: float
-    tensors: tuple[Tensor, ...] = ()
-    """Mean and variance once more, in what torch's kernels take."""
+    dtype: torch.dtype
+    """What torch keeps them in."""
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, for torch's kernels."""
+        mean, var = (
+            numbers.to_tensor(self.mean, self.dtype),
+            numbers.to_tensor(self.var, self.dtype),
+        )
+        return mean, var
 
 
 class Kernels(Protocol):

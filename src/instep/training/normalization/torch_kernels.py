@@ -37,22 +37,21 @@ class _TorchKernels:
         offsets = means - mean
         var = (squares + counts * offsets * offsets).sum(0) / total
         dtype = _statistics_dtype(shards[0].input)
-        tensors = numbers.to_tensor(mean, dtype), numbers.to_tensor(var, dtype)
+        statistics = Statistics(mean, var, total, shards[0].eps, dtype)
         for shard in shards:
             if (running := shard.running_mean) is not None:
-                running.data.lerp_(in_dtype(tensors[0], running.dtype), shard.momentum)
+                running.data.lerp_(in_dtype(statistics.tensors[0], running.dtype), shard.momentum)
             if (running := shard.running_var) is not None:
                 unbiased = numbers.to_tensor(var * (total / (total - 1)), running.dtype)
                 running.data.lerp_(unbiased, shard.momentum)
-        return Statistics(mean, var, total, shards[0].eps, tensors)
+        return statistics
 
     def normalize(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics
     ) -> Tensor:
         # The kernels take weights in half precision with statistics in that only.
-        dtype = statistics.tensors[0].dtype
-        slope = None if weight is None else in_dtype(weight, dtype)
-        offset = None if bias is None else in_dtype(bias, dtype)
+        slope = None if weight is None else in_dtype(weight, statistics.dtype)
+        offset = None if bias is None else in_dtype(bias, statistics.dtype)
         return _affine(x, slope, offset, statistics)
 
     def sums(
@@ -83,7 +82,7 @@ class _TorchKernels:
         statistics: Statistics,
     ) -> Tensor:
         """Written as an affine map of x (one fused pass) plus scale * grad (another)."""
-        dtype = statistics.tensors[0].dtype
+        dtype = statistics.dtype
         scale = (statistics.var + statistics.eps) ** -0.5
         if weight is not None:
             scale = scale * numbers.from_tensor(weight)
