@@ -45,10 +45,7 @@ class Statistics:
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Mean and variance, for torch's kernels."""
-        mean, var = (
-            numbers.to_tensor(self.mean, self.dtype),
-            numbers.to_tensor(self.var, self.dtype),
-        )
+        mean, var = (numbers.to_tensor(each, self.dtype) for each in (self.mean, self.var))
         return mean, var
 
 
