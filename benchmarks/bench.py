@@ -169,6 +169,19 @@ def sharded_optimizer(result: dict[str, Any]) -> str:
     )
 
 
+def batch_norm(result: dict[str, Any]) -> str:
+    """Batch normalisation with the statistics of all ranks' rows, by PyTorch's kernels and by those
+    in C, over PyTorch's own with a rank's rows: forward and backward of a layer, one thread."""
+    rows = [
+        (
+            *(shape, f"{row['own rows']['microseconds']:.0f}"),
+            *(shown(row[kind]["over own rows"]) for kind in ("torch", "C")),
+        )
+        for shape, row in result["shapes"].items()
+    ]
+    return table(("shape", "own rows, us", "PyTorch's kernels", "in C"), rows)
+
+
 def host_copy(result: dict[str, Any]) -> str:
     """One copy of parameters and Adam's state for all ranks of a host, over one for each rank: an
     unedited training of 17 million parameters, ranks of one thread."""
@@ -333,6 +346,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         restarts,
         sharded_optimizer,
         host_copy,
+        batch_norm,
         bitwise,
         startup,
         failures,
@@ -394,6 +408,8 @@ IN_CHINESE = {
     "sharded_optimizer": "用与不用 `instep.shard(optimizer)` 的一步，与没有通信的一步之比。",
     "host_copy": "同一主机的所有 rank 共有一份参数和 Adam 状态，与每个 rank 各存一份之比："
     "不改动的训练，1700 万个参数，每个 rank 一个线程。",
+    "batch_norm": "用所有 rank 的行计算统计量的批归一化（PyTorch 的核函数与 C 的核函数），"
+    "与 PyTorch 只用本 rank 的行的批归一化之比：一层的前向与反向，单线程。",
     "bitwise": "使用 --bitwise 8：在 1、2、4、8 个 rank 上训练之后，参数、buffer 和优化器状态的 "
     "sha256；以及一步的时间。",
     "startup": "两个 rank 启动、会合、结束。",
