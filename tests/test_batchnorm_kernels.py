@@ -111,6 +111,7 @@ OTHERS = {
     "rows of single numbers": Shard(X[:, :, 0, 0].contiguous(), None, None),
     "an own class": Shard(X.as_subclass(Marked), None, None),
     "weights in double precision": Shard(X, None, None, torch.ones(3).double()),
+    "too few weights": Shard(X, None, None, torch.ones(2)),
     "running statistics in steps": Shard(X, torch.zeros(6)[::2], None),
 }
 
@@ -122,15 +123,22 @@ def test_the_kernels_in_c_leave_other_tensors_to_torch(kind, one_thread):
     assert not in_c().accepts([OTHERS[kind]])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [X.as_subclass(Marked), X.contiguous(memory_format=torch.channels_last)],
+    ids=["class", "layout"],
+)
 @components.needs("C++")
-def test_a_gradient_of_another_class_is_left_to_torch():
-    parts = X.as_subclass(Marked), X
+def test_what_backward_gets_in_another_way_is_left_to_torch(other):
+    """A gradient of a script's own class, or saved tensors that a hook has changed."""
     statistics = in_c().merge(in_c().moments(X)[None], [Shard(X, None, None)])
-    sums, *_ = zip(*(in_c().sums(part, X, statistics) for part in parts), strict=True)
-    np.testing.assert_allclose(*sums, rtol=1e-5)
-    found = [in_c().input_gradient(part, X, None, sums[1], statistics) for part in parts]
-    torch.testing.assert_close(*(each.as_subclass(torch.Tensor) for each in found))
-    assert isinstance(found[0], Marked)
+    expected, *_ = in_c().sums(X, X, statistics)
+    dx = in_c().input_gradient(X, X, None, expected, statistics)
+    for grad, x in ((other, X), (X, other)):
+        sums, *_ = in_c().sums(grad, x, statistics)
+        np.testing.assert_allclose(sums, expected, rtol=1e-5)
+        found = in_c().input_gradient(grad, x, None, sums, statistics)
+        torch.testing.assert_close(found.as_subclass(torch.Tensor), dx, check_stride=False)
 
 
 @components.needs("C++")

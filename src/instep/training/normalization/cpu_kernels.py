@@ -22,7 +22,7 @@ from instep.training.normalization.torch_kernels import TORCH_KERNELS
 
 _INTERFACE = 1
 """instep_kernels_interface of cpu_kernels.c: both change with any function's parameters."""
-_PLAIN = (Tensor, torch.nn.Parameter)
+_CLASSES = (Tensor, torch.nn.Parameter)
 
 _pointer, _size, _float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double
 _SHAPE = (_size, _size, _size)
@@ -94,9 +94,9 @@ class _CpuKernels:
     def sums(
         self, grad: Tensor, x: Tensor, statistics: Statistics
     ) -> tuple[Numbers, Tensor, Tensor]:
-        if type(grad) is not Tensor:
-            return TORCH_KERNELS.sums(grad, x, statistics)
         grad, channels = grad.contiguous(), x.shape[1]
+        if not (_is_plain(grad) and _is_plain(x)):  # hooks may give back other saved tensors
+            return TORCH_KERNELS.sums(grad, x, statistics)
         sums = np.empty(2 * channels)
         for_weight, for_bias = x.new_empty(channels), x.new_empty(channels)
         self._library.instep_sums(
@@ -119,9 +119,10 @@ class _CpuKernels:
         sums: Numbers,
         statistics: Statistics,
     ) -> Tensor:
-        if type(grad) is not Tensor:
+        grad = grad.contiguous()
+        if not (_is_plain(grad) and _is_plain(x) and _is_plain(weight)):
             return TORCH_KERNELS.input_gradient(grad, x, weight, sums, statistics)
-        grad, output = grad.contiguous(), torch.empty_like(x)
+        output = torch.empty_like(x)
         self._library.instep_input_grad(
             grad.data_ptr(),
             x.data_ptr(),
@@ -152,20 +153,19 @@ def cpu_kernels() -> _CpuKernels | None:
 
 def _is_accepted(shard: Shard) -> bool:
     _, channels, size = _shape(shard.input)
-    tensors = (shard.input, shard.weight, shard.bias, shard.running_mean, shard.running_var)
-    return (
-        channels > 0
-        and size > 1
-        and all(
-            tensor is None
-            or (
-                tensor.dtype is torch.float32
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and type(tensor) in _PLAIN
-            )
-            for tensor in tensors
-        )
+    others = (shard.weight, shard.bias, shard.running_mean, shard.running_var)
+    return (channels > 0 and size > 1 and _is_plain(shard.input)) and all(
+        other is None or (_is_plain(other) and other.numel() == channels) for other in others
+    )
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether C finds its values one after the other; so it is with no tensor."""
+    return tensor is None or (
+        tensor.dtype is torch.float32
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in _CLASSES
     )
 
 
