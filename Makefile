@@ -7,12 +7,13 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test components quick nightly gpu mutants suites bench unedited compat docs dist lint clean
+.PHONY: demo test components quick nightly gpu mutants suites bench unedited compat docs dist lint style types clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-test: components .venv/ready lint
+test: components .venv/ready
+	$(MAKE) --jobs=2 --output-sync lint
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
@@ -65,11 +66,15 @@ dist: .venv/ready
 	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
 
-lint: .venv/ready
+lint: style types
+
+style: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+types: .venv/ready
+	$(BIN)/mypy
 
 .venv/ready: pyproject.toml constraints.txt scripts/venv setup.py $(KERNELS)
 	scripts/venv "$(PYTHON)"
