@@ -24,6 +24,7 @@ from instep.distributed.watchdog.interrupt_coordinator import (
     STALLED_POLLS,
     UNCONNECTED_POLLS,
     InterruptCoordinator,
+    SignalCoordinator,
 )
 from launching import LAUNCHER_VARIABLES, Launch
 
@@ -172,6 +173,50 @@ def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
     launch.wait_until_gone([])
 
 
+@pytest.mark.launch
+def test_a_signal_that_the_script_handles_takes_effect_on_all_ranks_at_one_step(
+    launch: Launch,
+) -> None:
+    """It comes to one rank. The job is one that a shell has started with `&`: Ctrl-C is ignored."""
+    handler = HANDLER.replace("SIGINT", "SIGUSR1")
+    in_background = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    path = script(launch, **UNEDITED | {"before": handler})
+    with launch.start("-n", 2, path, **in_background) as process:
+        until(process, "go")
+        (rank_1,) = [
+            each
+            for each in launch.processes()
+            if each.environ().get("RANK") == "1" and "instep.launch.worker.entry" in each.cmdline()
+        ]
+        rank_1.send_signal(signal.SIGUSR1)
+        result = launch.end_of(process)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("all at the same step: ")
+    assert (launch.folder / "model.pt").exists()
+
+
+RAISES = """
+import os, signal, sys, torch
+came = []
+signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+print(signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL)
+for _ in range(2):
+    signal.raise_signal(signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)
+print(len(came), callable(signal.signal(signal.SIGUSR2, signal.SIG_IGN)))
+os.kill(os.getpid(), signal.SIGUSR2)
+print(len(came), signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)
+"""
+
+
+@pytest.mark.launch
+def test_a_signal_that_the_script_sends_itself_comes_at_once(launch: Launch) -> None:
+    path = launch.folder / "train.py"
+    path.write_text(RAISES)
+    result = launch.run("-n", 2, path)
+    assert result.stdout == "True\n4 True\n4 True\n", result.stderr
+
+
 OPEN_MPI = (
     *("mpirun.openmpi", "--allow-run-as-root", "--mca", "oob_tcp_if_include", "lo"),
     *("--oversubscribe", "--bind-to", "none"),
@@ -184,6 +229,46 @@ TORCHRUN = (
 
 
 @pytest.mark.launch
+def test_another_signal_ends_no_job_whose_ranks_come_to_no_common_point() -> None:
+    """Rank 0 evaluates, say, and rank 1 waits for it."""
+    told = Told()
+    looks(begun(told, 7, 8, number=signal.SIGUSR1), STALLED_POLLS + 1, (7, "a:1"), (8, "a:2"))
+    assert told.words[-1] == ("interrupt_now", None)
+    looks(begun(told, 7, 8, number=signal.SIGUSR1), STALLED_NOW_POLLS, (7, "a:1"), (8, "a:2"))
+    assert told.text == ""
+
+
+def test_another_signal_comes_at_once_where_a_rank_has_failed() -> None:
+    """The others may have a second left to save."""
+    told = Told()
+    told.incomplete = True
+    begun(told, number=signal.SIGTERM)
+    assert told.words == [("pause", None), ("interrupt_now", True)]
+    told = Told()
+    coordinator = begun(told, 7, 8, number=signal.SIGTERM)
+    told.incomplete = True
+    looks(coordinator, 2, (8, "a:1"), (8, "a:2"))
+    assert told.words[2:] == [("interrupt_now", True)]
+    told = Told()
+    told.incomplete = True
+    begun(told)
+    assert told.words == [("pause", None)]  # of Ctrl-C
+
+
+def test_a_signal_that_comes_again_takes_effect_again() -> None:
+    told = Told()
+    coordinators = SignalCoordinator(EventLoop(), told)
+    number = signal.SIGUSR1
+    for _ in range(2):
+        coordinators.handle(1, "interrupt", {"signal": number})
+        for rank in range(2):
+            coordinators.handle(rank, "paused", {"signal": number, "count": 3})
+            coordinators.handle(rank, "interrupted", {"signal": number, "line": "a:1"})
+        coordinators.handle(0, "interrupt", {"signal": number})  # it is being handled
+        coordinators._coordinators[number]._poll()
+    assert told.words == [("pause", None), ("interrupt_at", 4)] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "parts", "said", "code"),
@@ -244,12 +329,12 @@ class Told:
 
     def __init__(self, came: bool = True) -> None:
         self.words: list[tuple[str, Any]] = []
-        self.came = came
+        self.came, self.incomplete = came, False
         self.text = ""
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         if message_type != "get_progress":
-            self.words.append((message_type, fields.get("count")))
+            self.words.append((message_type, fields.get("count", fields.get("anywhere") or None)))
 
     def running_ranks(self) -> set[int]:
         return {0, 1}
@@ -257,12 +342,15 @@ class Told:
     def all_connected(self) -> bool:
         return self.came
 
+    def is_incomplete(self) -> bool:
+        return self.incomplete
+
     def abort_job(self, text: str) -> None:
         self.text = text
 
 
-def begun(told: Told, *counts: int) -> InterruptCoordinator:
-    coordinator = InterruptCoordinator(EventLoop(), told)
+def begun(told: Told, *counts: int, number: int = signal.SIGINT) -> InterruptCoordinator:
+    coordinator = InterruptCoordinator(EventLoop(), told, number)
     coordinator.handle(1, "interrupt", {})
     coordinator.handle(0, "interrupt", {})
     for rank, count in enumerate(counts):
@@ -289,7 +377,7 @@ class ToldRank:
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def send(self, message_type: str) -> None:
+    def send(self, message_type: str, **fields: object) -> None:
         self.words.append(message_type)
 
 

@@ -437,6 +437,20 @@ def test_the_ranks_get_the_signal_and_may_finish(launch: Launch, number: signal.
         assert launch.end_of(process).returncode == expected
 
 
+def test_the_ranks_get_sigusr2_and_go_on(launch: Launch) -> None:
+    script = launch.script("""
+        signal.signal(signal.SIGUSR2, lambda number, frame: tell(rank, number))
+        tell(rank, 0)
+        meeting.wait_for(1)
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(signal.SIGUSR2)
+        assert launch.events(2) == [[0, signal.SIGUSR2], [1, signal.SIGUSR2]]
+        launch.call(2)
+        assert launch.end_of(process).returncode == 0
+
+
 def test_the_second_signal_is_sigterm_and_the_third_sigkill(launch: Launch) -> None:
     script = launch.script("""
         def stay(number, frame):

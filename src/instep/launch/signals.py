@@ -18,6 +18,8 @@ from instep.process.procfs import handles_signal
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1)
 """They ask for a report on the job: where its ranks are (Ctrl-\\), and how fast."""
+PASSED_SIGNALS = (signal.SIGUSR2,)
+"""The ranks get them. One that does not handle them ends, as under plain Python."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,15 @@ AFTER_SIGNAL = {
 
 
 class SignalQueue:
-    """A context manager that queues signals which would end this process: TERMINATION_SIGNALS and
-    REPORT_SIGNALS.
+    """A context manager that queues signals which would end this process: TERMINATION_SIGNALS,
+    REPORT_SIGNALS and PASSED_SIGNALS.
 
     Python delivers signals to the main thread, so that in another thread none is queued.
     """
 
     def __init__(self) -> None:
-        handled = (*TERMINATION_SIGNALS, *REPORT_SIGNALS) if in_main_thread() else ()
+        numbers = (*TERMINATION_SIGNALS, *REPORT_SIGNALS, *PASSED_SIGNALS)
+        handled = numbers if in_main_thread() else ()
         self._before = _handlers(handled)
         self._receiver, self._sender = socket.socketpair()
 

@@ -32,6 +32,7 @@ from instep.launch.signals import (
     AFTER_INTERRUPT,
     AFTER_SIGNAL,
     KILL,
+    PASSED_SIGNALS,
     REPORT_SIGNALS,
     EndStep,
     SignalQueue,
@@ -325,6 +326,8 @@ class Supervisor:
         for number in self._signal_queue.pop_all():
             if number in REPORT_SIGNALS:
                 self._start_report(status=number is signal.SIGUSR1)
+            elif number in PASSED_SIGNALS:
+                self._send_to_ranks(number)
             elif self._steps is None:
                 self._on_end_request(number)
             else:
@@ -378,6 +381,10 @@ class Supervisor:
         self._deadline = time.monotonic() + step.timeout
         if step.signal is not None:
             self._ending_by = None if step.signal is signal.SIGINT else step.signal
-            for rank in self._ranks:
-                if rank.end is None and (step is KILL or not rank.is_exiting()):
-                    rank.signal(step.signal)
+            self._send_to_ranks(step.signal, even_exiting=step is KILL)
+
+    def _send_to_ranks(self, number: signal.Signals, *, even_exiting: bool = False) -> None:
+        """Send a signal to every rank of this host that runs."""
+        for rank in self._ranks:
+            if rank.end is None and (even_exiting or not rank.is_exiting()):
+                rank.signal(number)

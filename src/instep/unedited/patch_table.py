@@ -33,9 +33,10 @@ from instep.unedited.sharded_call.run import backward, losses, overrides
 from instep.unedited.std_streams import STREAM_PATCHES, WARNING_PATCHES
 
 SIGNAL_PATCHES = patches(
-    "an interrupt takes effect at the same point of the script on every rank",
+    "a signal takes effect at the same point of the script on every rank",
     (signal, "signal", interrupts.set_handler),
     (signal, "getsignal", interrupts.get_handler),
+    (signal, "raise_signal", interrupts.raise_signal),
 )
 
 WORKER_PATCHES = patches(

@@ -18,13 +18,9 @@ from instep.distributed.watchdog.failure_analysis import (
     find_first_failure,
     format_waits,
 )
-from instep.distributed.watchdog.interrupt_coordinator import InterruptCoordinator
+from instep.distributed.watchdog.interrupt_coordinator import SignalCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
-from instep.distributed.watchdog.mismatch import (
-    EnteredCollectives,
-    Step,
-    has_line,
-)
+from instep.distributed.watchdog.mismatch import EnteredCollectives, Step, has_line
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from instep.process.exit_status import (
     UNKNOWN_RANK,
@@ -97,7 +93,7 @@ class Hub:
         self._postponed = 0
         self._ending_others = self._over = False
         """Whether the other ranks were told to exit; whether the hub's work is done."""
-        self._interrupts = InterruptCoordinator(loop, self)
+        self._interrupts = SignalCoordinator(loop, self)
         self.stalls = StallCoordinator(loop, self, size, rank_pid)
         self._waits: dict[int, Message] = {}
         """The collectives of the ranks that make no progress."""
@@ -244,6 +240,10 @@ class Hub:
     def is_ending(self) -> bool:
         """Whether a rank has failed, or has ended."""
         return bool(self._failures or self._ended)
+
+    def is_incomplete(self) -> bool:
+        """Whether a rank has failed, or its program has ended."""
+        return self.is_ending() or bool(self._finished)
 
     def all_connected(self) -> bool:
         """Whether every rank has connected, or has ended."""

@@ -1,7 +1,8 @@
-"""In the hub: the choice of the point of the program at which a Ctrl-C takes effect."""
+"""In the hub: the choice of the point of the program at which a signal takes effect."""
 
 from __future__ import annotations
 
+import signal
 from typing import Protocol
 
 from instep.distributed.watchdog.connection import Connection, Message
@@ -35,17 +36,52 @@ class JobControl(Protocol):
     def all_connected(self) -> bool:
         """Whether every rank has connected."""
 
+    def is_incomplete(self) -> bool:
+        """Whether a rank has failed, or its program has ended."""
+
     def abort_job(self, text: str) -> None:
         """End the job."""
 
 
-class InterruptCoordinator:
-    """One Ctrl-C, from the first rank that reports it until it has taken effect on all."""
+class SignalCoordinator:
+    """The coordinators of the signals that have come to this job, one for each."""
 
     def __init__(self, loop: EventLoop, job: JobControl) -> None:
         self._loop, self._job = loop, job
+        self._coordinators: dict[int, InterruptCoordinator] = {}
+
+    def add_rank(self, rank: int, connection: Connection) -> None:
+        """A rank has connected, perhaps after the others were interrupted."""
+        for coordinator in self._coordinators.values():
+            coordinator.add_rank(rank, connection)
+
+    def handle(self, rank: int, message_type: str, message: Message) -> None:
+        """Handle a message of a rank; other messages are ignored."""
+        number = message.get("signal")
+        if number is None:
+            return
+        known = self._coordinators.get(number)
+        if known is None or (known.is_over and message_type == "interrupt"):
+            known = InterruptCoordinator(self._loop, self._job, number)
+            self._coordinators[number] = known
+        known.handle(rank, message_type, message)
+
+
+class InterruptCoordinator:
+    """One signal, from the first rank that reports it until it has taken effect on all.
+
+    Ctrl-C ends a job whose ranks come to no common point. Another signal takes effect where they
+    are then, and so it does once a rank has failed: the others may have a second left to save.
+    """
+
+    def __init__(self, loop: EventLoop, job: JobControl, number: int = signal.SIGINT) -> None:
+        self._loop, self._job, self._number = loop, job, number
+        self.is_over = False
+        """Whether it has taken effect on all ranks that run."""
         self._requested = self._target_sent = self._now = self._aborted = False
         """A rank was interrupted; all know the collective; all may be interrupted at once."""
+        self._anywhere = False
+        """Whether all may be interrupted inside of torch, too."""
         self._awaited: set[int] = set()
         """The ranks that ran when it began, and have not paused."""
         self._poll_seconds = POLL_SECONDS
@@ -62,10 +98,10 @@ class InterruptCoordinator:
     def add_rank(self, rank: int, connection: Connection) -> None:
         """A rank has connected, perhaps after the others were interrupted."""
         if self._now:
-            connection.send("interrupt_now")
-        elif self._requested:
+            connection.send("interrupt_now", signal=self._number, anywhere=self._anywhere)
+        elif self._requested and not self.is_over:
             self._awaited.add(rank)
-            connection.send("pause")
+            connection.send("pause", signal=self._number)
 
     def handle(self, rank: int, message_type: str, message: Message) -> None:
         """Handle a message of a rank; other messages are ignored."""
@@ -81,12 +117,21 @@ class InterruptCoordinator:
         elif message_type == "interrupted":
             self._interrupted[rank] = message["line"]
 
+    def _broadcast(self, message_type: str, **fields: object) -> None:
+        self._job.broadcast(message_type, signal=self._number, **fields)
+
+    def _is_ending(self) -> bool:
+        """Whether the job is about to end, not by a Ctrl-C."""
+        return self._number != signal.SIGINT and self._job.is_incomplete()
+
     def _start(self) -> None:
         if not self._requested:
             self._requested = True
             self._awaited = self._job.running_ranks()
             self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS_PER_RANK * len(self._awaited))
-            self._job.broadcast("pause")
+            self._broadcast("pause")
+            if self._is_ending():
+                self._interrupt_now()
             self._loop.call_later(self._poll_seconds, self._poll)
 
     def _choose_target(self) -> None:
@@ -94,22 +139,24 @@ class InterruptCoordinator:
         paused = self._job.all_connected() and self._job.running_ranks() <= self._counts.keys()
         if paused and not self._target_sent:
             self._target_sent = True
-            self._job.broadcast("interrupt_at", count=max(self._counts.values()) + 1)
+            self._broadcast("interrupt_at", count=max(self._counts.values()) + 1)
 
     def _interrupt_now(self) -> None:
         self._now = True
+        self._anywhere = self._is_ending()
         self._no_collective = 0
-        self._job.broadcast("interrupt_now")
+        self._broadcast("interrupt_now", anywhere=self._anywhere)
 
     def _poll(self) -> None:
         left = self._job.running_ranks() - self._interrupted.keys()
         if not left:
+            self.is_over = True
             return
         self._check_progress(left)
         self._awaited &= left
         if not self._awaited and not self._now:  # those that had not paused have ended
             self._choose_target()
-        self._job.broadcast("get_progress")
+        self._broadcast("get_progress")
         self._loop.call_later(self._poll_seconds, self._poll)
 
     def _check_progress(self, left: set[int]) -> None:
@@ -124,9 +171,11 @@ class InterruptCoordinator:
         stalled = self._no_collective >= (STALLED_NOW_POLLS if self._now else STALLED_POLLS)
         idle = self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
         some_never_came = not self._now and self._unconnected >= UNCONNECTED_POLLS
-        if (waiting and idle) or some_never_came:
+        in_vain = not self._now and self._number != signal.SIGINT and stalled
+        ends = self._is_ending() and not self._anywhere
+        if (waiting and idle) or some_never_came or in_vain or ends:
             self._interrupt_now()
-        elif stalled and not self._aborted:
+        elif stalled and not self._aborted and self._number == signal.SIGINT:
             self._aborted = True
             lines = "\n".join(f"  rank {r} is at {self._lines.get(r, '?')}" for r in sorted(left))
             self._job.abort_job(

@@ -1,4 +1,4 @@
-"""In the rank: Ctrl-C takes effect at the same point of the program on every rank.
+"""In the rank: a signal takes effect at the same point of the program on every rank.
 
 A terminal or a launcher interrupts each rank at another time. If each raised KeyboardInterrupt at
 once, one might have entered a collective that another never enters. So a rank that is interrupted
@@ -6,6 +6,9 @@ only reports it. The hub lets all ranks pause before their next collective, coll
 has entered, and chooses one that none has entered: the exception is raised at the script's next
 line after that one. If no collective follows, the hub lets it be raised where the ranks are
 (`interrupt_coordinator`).
+
+The handler of an unedited script for another signal, which asks for a checkpoint, is called in the
+same way: else one rank would leave after a step that another has ended before its signal came.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from instep.distributed.watchdog.messages import COMMON_SIGNALS
 from instep.process import PACKAGE_FOLDER, in_main_thread
 from instep.process.patching import Patch, PatchHandle
 
@@ -30,10 +35,8 @@ PAUSE_SECONDS = 10.0
 SAME_INTERRUPT_SECONDS = 0.5
 """Within which the signals from terminal and launcher are one Ctrl-C."""
 _INTERRUPTIBLE = (
-    "process/patching.py",
-    "unedited/rank0_relay.py",
-    "unedited/std_streams.py",
-    "unedited/processes/children.py",
+    *("process/patching.py", "unedited/rank0_relay.py"),
+    *("unedited/std_streams.py", "unedited/processes/children.py"),
 )
 """Modules of instep that wait for what the script waits for: input, a child process."""
 _UNINTERRUPTIBLE = (
@@ -44,42 +47,102 @@ _UNINTERRUPTIBLE = (
 
 _count = 0
 """The number of collectives of all ranks that this rank has entered."""
-_pending: PendingInterrupt | None = None
 _send: Send | None = None
 """To the hub; None: interrupts take effect at once."""
 _process = -1
-_since = 0.0
-"""The time when this rank was interrupted, or learned that another was; 0: not yet."""
-_handler: Any = signal.default_int_handler
-"""The handler that an interrupt calls in the end: Python's, or the script's."""
 _listener: Callable[[], bool] | None = None
 
 
 class PendingInterrupt:
-    """One Ctrl-C, from the first report of it until it has taken effect on this rank."""
+    """One signal, from the first report of it until it has taken effect on this rank."""
 
     def __init__(self) -> None:
         self.decided = threading.Event()
         """The hub has chosen the collective."""
         self.target = -1
         """The count of collectives after which it takes effect."""
-        self.now = False
-        """It may take effect wherever this rank is."""
+        self.now = self.anywhere = False
+        """It may take effect wherever the script of this rank is; inside of torch, too."""
         self.armed = self.over = False
 
 
-def install(send: Send) -> None:
-    """From now on this rank is interrupted together with the others.
+class CommonSignal:
+    """A signal that takes effect at the same point of the program on every rank."""
 
-    Does nothing in other threads than the main one, or where interrupts are ignored.
+    def __init__(self, number: int, handler: Any) -> None:
+        self.number = number
+        self.handler = handler
+        """What is called in the end: Python's handler, or the script's; None: it has none."""
+        self.since = 0.0
+        """The time when it came to this rank, or this rank learned that it came to another one; 0:
+        not yet."""
+        self.pending: PendingInterrupt | None = None
+        self.is_own = False
+        """Whether the script is about to send it to itself."""
+
+    def call_handler(self, frame: FrameType | None) -> None:
+        """Call the handler, if the rank's script is to know of the signal."""
+        if _listener is not None and not _listener():
+            return
+        if callable(self.handler):
+            self.handler(self.number, frame)
+        elif self.handler == signal.SIG_DFL:
+            signal.signal(self.number, signal.SIG_DFL)
+            signal.raise_signal(self.number)
+
+    def is_awaited(self) -> bool:
+        """Whether it has come to a rank, and has not taken effect on this one."""
+        return bool(self.since) and not (self.pending is not None and self.pending.over)
+
+    def begin(self) -> None:
+        """All ranks are about to choose a point."""
+        if self.pending is None or (self.pending.over and self.number != signal.SIGINT):
+            self.since = time.monotonic()
+            self.pending = PendingInterrupt()
+            _active.append(self)
+
+    def take_effect(self, frame: FrameType | None) -> None:
+        """Tell the hub, and call the handler."""
+        assert self.pending is not None
+        self.pending.over = True
+        with suppress(ValueError):  # at the end of the script no other rank may know of it
+            _active.remove(self)
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+        _send_to_hub("interrupted", signal=self.number, line=line)
+        self.call_handler(frame)
+
+    def interrupt_main_thread(self) -> None:
+        """Let it take effect where the main thread is. In another thread."""
+        assert self.pending is not None
+        self.pending.now = True
+        if self.handler is None:
+            self.take_effect(None)
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+
+
+_ctrl_c = CommonSignal(signal.SIGINT, signal.default_int_handler)
+_has_ctrl_c = False
+"""Whether it comes to `_on_signal`."""
+_signals: dict[int, CommonSignal] = {signal.SIGINT: _ctrl_c}
+_active: list[CommonSignal] = []
+"""Those that are pending and have not taken effect."""
+
+
+def install(send: Send) -> None:
+    """From now on signals take effect on this rank together with the others.
+
+    Does nothing in other threads than the main one. An interrupt that is ignored stays so, as in a
+    shell's background job.
     """
-    global _send, _process, _handler
+    global _send, _process, _has_ctrl_c
+    if not in_main_thread() and os.getpid() != _process:
+        return
+    _send, _process = send, os.getpid()
     handler = signal.getsignal(signal.SIGINT)
-    if handler is _on_sigint:
-        _send = send
-    elif callable(handler) and in_main_thread():
-        _send, _process, _handler = send, os.getpid(), handler
-        signal.signal(signal.SIGINT, _on_sigint)
+    if callable(handler) and handler is not _on_signal and in_main_thread():
+        _ctrl_c.handler, _has_ctrl_c = handler, True
+        signal.signal(signal.SIGINT, _on_signal)
         PatchHandle([Patch("multiprocessing.spawn", "get_preparation_data", _preparation_data)])
 
 
@@ -87,8 +150,12 @@ def disconnect() -> None:
     """The watcher has ended: an interrupt takes effect at once."""
     global _send
     _send = None
-    if _pending is not None:
-        _pending.decided.set()
+    for each in list(_signals.values()):
+        if each.pending is not None:
+            each.pending.decided.set()
+        if each.number != signal.SIGINT and each.is_awaited():
+            each.pending = each.pending or PendingInterrupt()
+            each.interrupt_main_thread()
 
 
 def set_listener(listener: Callable[[], bool]) -> None:
@@ -102,26 +169,30 @@ def count_collective() -> None:
     """This rank enters a collective of all ranks."""
     global _count
     _count += 1
-    if _pending is not None and not _pending.over:
-        _pause(_pending)
+    for each in list(_active) if _active else ():
+        _pause(each)
 
 
-def _pause(pending: PendingInterrupt) -> None:
+def _pause(it: CommonSignal) -> None:
+    pending = it.pending
+    assert pending is not None
     pending.decided.wait(PAUSE_SECONDS)
-    if 0 <= pending.target <= _count and not pending.armed:
+    if 0 <= pending.target <= _count and not (pending.armed or pending.over):
         pending.armed = True
         if in_main_thread():
-            _interrupt_at_next_line(sys._getframe())
+            _interrupt_at_next_line(sys._getframe(), it)
         else:
-            _interrupt_main_thread(pending)
+            it.interrupt_main_thread()
 
 
 def end_of_script() -> None:
     """The script's last line has run: an interrupt that waits for a later one takes effect now."""
-    global _pending
-    if os.getpid() == _process and _since and not (_pending is not None and _pending.over):
-        _pending = _pending or PendingInterrupt()
-        _interrupt(None)
+    if os.getpid() != _process:
+        return
+    for it in list(_signals.values()):
+        if it.is_awaited():
+            it.pending = it.pending or PendingInterrupt()
+            it.take_effect(None)
 
 
 # -------------------------------------------------------------------- messages from the hub
@@ -129,21 +200,30 @@ def end_of_script() -> None:
 
 def handle_message(message_type: str, message: dict[str, Any]) -> None:
     """In the thread that listens. Other messages are ignored."""
-    global _pending, _since
-    if message_type in ("pause", "interrupt_now"):
-        _since = _since or time.monotonic()
-        _pending = _pending or PendingInterrupt()
+    number = message.get("signal")
+    if number not in COMMON_SIGNALS:
+        return
+    it = _signals.setdefault(number, CommonSignal(number, None))
     if message_type == "pause":
-        _send_to_hub("paused", count=_count)
-    elif message_type == "interrupt_at" and _pending is not None:
-        _pending.target = message["count"]
-        _pending.decided.set()
-    elif message_type == "interrupt_now" and _pending is not None:
-        _pending.decided.set()
-        if not (_pending.armed or _pending.over):
-            _interrupt_main_thread(_pending)
+        it.begin()
+        _send_to_hub("paused", signal=number, count=_count)
+    elif message_type == "interrupt_at" and it.pending is not None:
+        it.pending.target = message["count"]
+        it.pending.decided.set()
+    elif message_type == "interrupt_now":
+        if it.pending is None:
+            it.begin()
+        _interrupt_now(it, anywhere=message["anywhere"])
     elif message_type == "get_progress":
-        _send_to_hub("progress", count=_count, line=message["line"])
+        _send_to_hub("progress", signal=number, count=_count, line=message["line"])
+
+
+def _interrupt_now(it: CommonSignal, *, anywhere: bool) -> None:
+    assert it.pending is not None
+    it.pending.anywhere = anywhere
+    it.pending.decided.set()
+    if not it.pending.over and (anywhere or not it.pending.armed):
+        it.interrupt_main_thread()
 
 
 def _send_to_hub(message_type: str, **fields: object) -> None:
@@ -151,31 +231,31 @@ def _send_to_hub(message_type: str, **fields: object) -> None:
         _send(message_type, **fields)
 
 
-def _interrupt_main_thread(pending: PendingInterrupt) -> None:
-    pending.now = True
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
 # -------------------------------------------------------------------------- in the main thread
 
 
-def _on_sigint(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGINT."""
-    global _since
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """The handler of these signals."""
+    it = _signals[number]
+    pending = it.pending
+    is_another = time.monotonic() - it.since > SAME_INTERRUPT_SECONDS
     if os.getpid() != _process:
-        _on_sigint_in_child(frame)
-    elif _pending is not None and _pending.now and not _pending.over:
-        _pending.now, _pending.armed = False, True
+        _on_signal_in_child(it, frame)
+    elif it.is_own:
+        it.is_own = False
+        it.call_handler(frame)
+    elif pending is not None and pending.now and not pending.over:
+        pending.now, pending.armed = False, True
         script, inside = interrupt_frame(frame)
-        if inside and script is not None:
-            _interrupt_at_next_line(frame)
+        if inside and script is not None and not pending.anywhere:
+            _interrupt_at_next_line(frame, it)
         else:
-            _interrupt(frame)
-    elif not _since and _send is not None:
-        _since = time.monotonic()
-        _send("interrupt")
-    elif _send is None or time.monotonic() - _since > SAME_INTERRUPT_SECONDS:
-        _call_handler(frame)
+            it.take_effect(frame)
+    elif _send is None or (it.since and is_another and number == signal.SIGINT):
+        it.call_handler(frame)  # the second Ctrl-C takes effect at once
+    elif not it.since or (is_another and not it.is_awaited()):
+        it.since = time.monotonic()
+        _send("interrupt", signal=number)
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
@@ -188,32 +268,15 @@ class _ChildHandler:
     """Unpickling it installs the handler in a child that has not inherited it."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return signal.signal, (signal.SIGINT, _on_sigint)
+        return signal.signal, (signal.SIGINT, _on_signal)
 
 
-def _on_sigint_in_child(frame: FrameType | None) -> None:
-    """In a child process. Loader workers ignore it: the rank ends them, as torch does."""
+def _on_signal_in_child(it: CommonSignal, frame: FrameType | None) -> None:
+    """In a child process. Loader workers ignore Ctrl-C: the rank ends them, as torch does."""
     data = sys.modules.get("torch.utils.data")
-    if data is None or data.get_worker_info() is None:
-        _call_handler(frame)
-
-
-def _interrupt(frame: FrameType | None) -> None:
-    assert _pending is not None
-    _pending.over = True
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-    _send_to_hub("interrupted", line=line)
-    _call_handler(frame)
-
-
-def _call_handler(frame: FrameType | None) -> None:
-    if _listener is not None and not _listener():
-        return
-    if callable(_handler):
-        _handler(signal.SIGINT, frame)
-    elif _handler == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
+    is_worker = data is not None and data.get_worker_info() is not None
+    if not (is_worker and it.number == signal.SIGINT):
+        it.call_handler(frame)
 
 
 def is_from_signal(error: BaseException) -> bool:
@@ -225,11 +288,11 @@ def is_from_signal(error: BaseException) -> bool:
 
 def is_of_handler(frame: FrameType) -> bool:
     """Whether this is the frame of a signal's handler."""
-    handlers = [_on_sigint, *map(signal.getsignal, signal.valid_signals())]
+    handlers = [_on_signal, *map(signal.getsignal, signal.valid_signals())]
     return frame.f_code in [getattr(handler, "__code__", None) for handler in handlers]
 
 
-def _interrupt_at_next_line(frame: FrameType | None) -> None:
+def _interrupt_at_next_line(frame: FrameType | None, it: CommonSignal) -> None:
     """Interrupt at the script's next line: the call that it has made now returns first."""
     before = sys.gettrace()
 
@@ -237,7 +300,8 @@ def _interrupt_at_next_line(frame: FrameType | None) -> None:
         if event == "line":
             sys.settrace(before)
             frame.f_trace = None
-            _interrupt(frame)
+            if it.pending is not None and not it.pending.over:
+                it.take_effect(frame)
             return None
         if event == "return":
             frame.f_trace = None
@@ -290,15 +354,44 @@ def _uninterruptible() -> tuple[str, ...]:
 
 
 def set_handler(original: Callable[..., Any], signalnum: int, handler: Any) -> Any:
-    """signal.signal: the script's handler of SIGINT is called at the same point on every rank."""
-    global _handler
-    if signalnum != signal.SIGINT or os.getpid() != _process or not in_main_thread():
+    """signal.signal: the script's handlers of these signals are called at the same point on every
+    rank."""
+    is_script = os.getpid() == _process and in_main_thread()
+    if not is_script or signalnum not in COMMON_SIGNALS or _is_own_handler(handler):
         return original(signalnum, handler)
-    before, _handler = _handler, handler
-    return before
+    it = _signals.setdefault(signalnum, CommonSignal(signalnum, None))
+    if signalnum == signal.SIGINT:
+        if not _has_ctrl_c:
+            return original(signalnum, handler)
+        before, it.handler = it.handler, handler
+        return before
+    before = it.handler
+    it.handler = handler if callable(handler) else None
+    found = original(signalnum, handler if it.handler is None else _on_signal)
+    return before if found is _on_signal else found
+
+
+def _is_own_handler(handler: Any) -> bool:
+    """Whether it is one of instep's, such as that of `instep.Checkpoint`, whose ranks agree by
+    themselves."""
+    module = getattr(handler, "__module__", None)
+    return isinstance(module, str) and module.startswith("instep.")
 
 
 def get_handler(original: Callable[..., Any], signalnum: int) -> Any:
     """signal.getsignal."""
     handler = original(signalnum)
-    return _handler if handler is _on_sigint else handler
+    return _signals[signalnum].handler if handler is _on_signal else handler
+
+
+def raise_signal(original: Callable[..., Any], signalnum: int) -> Any:
+    """signal.raise_signal."""
+    announce_own(signalnum)
+    return original(signalnum)
+
+
+def announce_own(number: int) -> None:
+    """The script sends itself this signal at this point, on every rank."""
+    it = _signals.get(number)
+    if it is not None and number != signal.SIGINT and in_main_thread() and os.getpid() == _process:
+        it.is_own = get_handler(signal.getsignal, number) is it.handler is not None

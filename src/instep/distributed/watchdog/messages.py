@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.mismatch import are_steps
 from instep.process.exit_status import describe_exit
 
+COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that take effect at the same point of the program on every rank: the first always, the
+others where an unedited script handles them."""
 _TEXT, _NUMBER, _FLAG = (str,), (int,), (bool,)
 _NUMBER_OR_NONE, _SECONDS = (int, type(None)), (float, int)
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -25,10 +30,10 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "resumed": {},
     "is_late": {},
     "collectives": {"steps": (list,)},
-    "interrupt": {},
-    "paused": {"count": _NUMBER},
-    "progress": {"count": _NUMBER, "line": _TEXT},
-    "interrupted": {"line": _TEXT},
+    "interrupt": {"signal": _NUMBER},
+    "paused": {"signal": _NUMBER, "count": _NUMBER},
+    "progress": {"signal": _NUMBER, "count": _NUMBER, "line": _TEXT},
+    "interrupted": {"signal": _NUMBER, "line": _TEXT},
     "stalled": {"level": _NUMBER, "waited": _SECONDS, "line": _TEXT},
     "stall_over": {"waited": _SECONDS},
     "state": {"request": _NUMBER, "what": _TEXT, "stacks": _TEXT},
@@ -59,6 +64,8 @@ def is_valid(message: Message, size: int, rank: int | None = None) -> bool:
     if not all(type(message[k]) in types for k, types in _OPTIONAL_FIELDS.items() if k in message):
         return False
     if not are_steps(message.get("steps", [])):
+        return False
+    if message.get("signal", signal.SIGINT) not in COMMON_SIGNALS:
         return False
     if rank is not None and message.get("rank", rank) != rank:
         return False
