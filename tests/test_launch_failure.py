@@ -630,12 +630,26 @@ finally:
 """
 
 
+PATIENT = """
+import sys
+from instep import cli
+from instep.launch import supervisor
+supervisor.CAUSE_SECONDS = 60  # a busy host takes its time
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_a_rank_that_reports_the_cause_after_one_that_saw_only_its_effect_is_named(
     launch: Launch,
 ) -> None:
     path = launch.folder / "train.py"
     path.write_text(SLOW_TO_REPORT)
-    result = launch.run("-n", 2, path)
+    result = subprocess.run(
+        [sys.executable, "-c", PATIENT, "run", "--plain", "-n", "2", path],
+        env=launch.environ,
+        capture_output=True,
+        text=True,
+    )
     assert "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace" in result.stderr
     assert "Boo: boo\nAfter that: DisagreementError: " in result.stderr
 

@@ -399,11 +399,13 @@ def test_a_rank_whose_peer_never_comes_ends_with_a_line_or_in_a_call_with_its_li
 # --------------------------------------------------------------------------------- the real ones
 
 SCRIPT = """
-import json, os, sys
+import contextlib, json, os, sys
 def listening():
     lines = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
-    inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-              if os.path.exists(f"/proc/self/fd/{fd}")}
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread may close it
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
     return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
 inherited = listening()  # MPICH's mpirun hands its own to each rank
 import torch, instep
