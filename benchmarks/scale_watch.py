@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import selectors
+import signal
 import socket
 import time
 from collections import Counter
@@ -239,14 +240,14 @@ def compare(job: Watched) -> bool:
 def interrupt(job: Watched) -> bool:
     """Ctrl-C."""
     over: set[int] = set()
-    job.watchers.send(0, "interrupt")
+    job.watchers.send(0, "interrupt", signal=signal.SIGINT)
 
     def done(rank: int | None, message: Any) -> bool:
         if rank is not None and message["type"] == "pause":
-            job.watchers.send(rank, "paused", count=100)
+            job.watchers.send(rank, "paused", signal=signal.SIGINT, count=100)
         elif rank is not None and message["type"] == "interrupt_at":
             over.add(rank)
-            job.watchers.send(rank, "interrupted", line="train.py:97")
+            job.watchers.send(rank, "interrupted", signal=signal.SIGINT, line="train.py:97")
         return len(over) >= job.watchers.size - len(job.watchers.closed)
 
     return job.pump(done) and job.settle()
