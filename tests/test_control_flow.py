@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import multiprocessing
 import queue
 import random
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -626,6 +630,132 @@ def test_code_that_cannot_be_hashed_is_not_followed() -> None:
     assert torch.equal(found, x + 1)
     trace.learn()
     assert not flow.may_branch()
+
+
+def repeats(x: Tensor, times: int) -> Tensor:
+    return x + sum([each + 1 for each in range(times)])
+
+
+def test_a_loop_in_one_line_is_new_until_it_has_run() -> None:
+    flow, x = ControlFlow(), torch.ones(3)
+    for times, is_new in [(0, True), (0, trace_begins_late(repeats)), (1, True), (2, False)]:
+        with flow.traced() as trace:
+            repeats(x, times)
+        assert trace.is_new == is_new
+        trace.learn()
+
+
+def numbers() -> Iterator[int]:
+    yield from itertools.count()
+
+
+class TakesTheNextOfLargeBatches(Around):
+    """No whole batch is large, only the rows of one rank."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        if x.mean() > 0.5:
+            scores = scores * next(self.numbers)
+        return scores
+
+
+class PutsLargeBatches(TakesTheNextOfLargeBatches):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(iter(()))
+        self.sizes = sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0.5:
+            self.sizes.put(len(x))
+        return self.body(x)
+
+
+class DrawsForLargeBatches(TakesTheNextOfLargeBatches):
+    def __init__(self, drawn: Any) -> None:
+        super().__init__(iter(()))
+        self.drawn = drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        if x.mean() > 0.5:
+            scores = scores * self.drawn.random()
+        return scores
+
+
+def halves(steps: int) -> Iterator[Tensor]:
+    """Batches of which the first half is large, and the other one is not."""
+    for x, _ in batches(steps):
+        x[: len(x) // 2] += 3.0
+        x[len(x) // 2 :] -= 3.0
+        yield x
+
+
+@pytest.mark.parametrize("make", [numbers, itertools.count])
+@ranks(2)
+def test_the_rows_of_one_rank_take_nothing_from_an_iterator_while_they_are_compared(
+    make: Callable[[], Iterator[int]],
+) -> None:
+    model = TakesTheNextOfLargeBatches(make()).double()
+    with sharding():
+        for x in halves(3):
+            model(x).sum().backward()
+    assert next(model.numbers) == 0
+
+
+@pytest.mark.parametrize("make", [queue.SimpleQueue, multiprocessing.SimpleQueue])
+@ranks(2)
+def test_the_rows_of_one_rank_put_nothing_into_a_queue_while_they_are_compared(
+    make: Callable[[], Any],
+) -> None:
+    model = PutsLargeBatches(make()).double()
+    with sharding():
+        for x in halves(3):
+            model(x).sum().backward()
+    assert model.sizes.empty()
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+@ranks(2)
+def test_the_rows_of_one_rank_draw_nothing_while_they_are_compared(
+    make: Callable[[int], Any],
+) -> None:
+    model, other = DrawsForLargeBatches(make(7)).double(), make(7)
+    with sharding():
+        for x in halves(3):
+            model(x).sum().backward()
+    assert model.drawn.random() == other.random()
+
+
+@ranks(2)
+def test_the_rows_of_one_rank_write_no_file_while_they_are_compared() -> None:
+    class Writing(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.mean() > 0.5:
+                Path(folder, "large").touch()
+            return self.body(x)
+
+    with tempfile.TemporaryDirectory() as folder, sharding():
+        model = Writing().double()
+        for x in halves(3):
+            model(x).sum().backward()
+        assert not list(Path(folder).iterdir())
+
+
+@ranks(2)
+def test_what_the_rows_of_one_rank_have_taken_from_an_iterator_is_an_error() -> None:
+    class TakesLargeRows(TakesTheNextOfLargeBatches):
+        def forward(self, x: Tensor) -> Tensor:
+            count = int(x.mean() > 0.5)
+            return self.body(x) + len([*itertools.islice(self.numbers, count)])
+
+    model = TakesLargeRows(itertools.count()).double()
+    large = next(halves(1))
+    with sharding(), pytest.raises(ShardedCallError, match=r"the next value of a count \(numbers"):
+        model(large)
 
 
 class Finalized:

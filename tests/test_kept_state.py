@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import enum
+import functools
 import gc
 import io
 import itertools
@@ -19,6 +21,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import Queue as ProcessQueue
+from multiprocessing.queues import SimpleQueue as PipeQueue
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -99,6 +102,17 @@ def add_to_list(module: Any, x: Tensor) -> None:
     next(iter(module.kept.values())).append(len(x))
 
 
+def count_in_records(module: Any, x: Tensor) -> None:
+    module.kept["rows"] += len(x)
+    module.kept["batches"] += 1
+
+
+def queue_of_processes() -> ProcessQueue[int]:
+    made: ProcessQueue[int] = multiprocessing.Queue()
+    made.put(0)
+    return made
+
+
 def referring_weakly() -> WeakValueDictionary[str, AverageMeter]:
     meters.append(AverageMeter())
     return WeakValueDictionary(meter=meters[-1])
@@ -125,9 +139,22 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
         lambda: np.array([0, None]),
         lambda m, x: m.kept.__setitem__(0, m.kept[0] + len(x)),
     ),
+    "array of records": (
+        lambda: np.array([(0, 0)], dtype=[("rows", "i8"), ("batches", "O")]),
+        count_in_records,
+    ),
+    "view of bytes": (
+        lambda: memoryview(bytearray(1)),
+        lambda m, x: m.kept.__setitem__(0, m.kept[0] + len(x)),
+    ),
     "queue": (Queue, lambda m, x: m.kept.put(len(x))),
     "simple queue": (SimpleQueue, lambda m, x: m.kept.put(len(x))),
     "queue of processes": (multiprocessing.Queue, lambda m, x: m.kept.put(len(x))),
+    "queue of processes that stays as long": (
+        queue_of_processes,
+        lambda m, x: m.kept.put(m.kept.get() + len(x)),
+    ),
+    "pipe of processes": (multiprocessing.SimpleQueue, lambda m, x: m.kept.put(len(x))),
     "shared number": (
         lambda: multiprocessing.Value("i", 0),
         lambda m, x: setattr(m.kept, "value", m.kept.value + len(x)),
@@ -162,6 +189,10 @@ def state_of(kept: Any) -> Any:
         return kept.bit_generator.state
     if isinstance(kept, random.Random):
         return kept.getstate()
+    if isinstance(kept, memoryview):
+        return bytes(kept)
+    if isinstance(kept, PipeQueue):
+        return [kept.get() for _ in iter(kept.empty, True)]
     if isinstance(kept, Queue | SimpleQueue | ProcessQueue):
         return [kept.get() for _ in range(kept.qsize())]
     if isinstance(kept, types.MappingProxyType | WeakKeyDictionary | WeakValueDictionary):
@@ -195,7 +226,8 @@ def test_what_a_forward_keeps_is_that_of_the_whole_batch(kind: str) -> None:
     assert modules.call_counts.whole == 4
     if instep.rank == 0:
         assert "every rank computes Keeping whole" in log.getvalue()
-        assert "kept" in log.getvalue()
+        is_shared = "of processes" in kind
+        assert ("shares with other processes" if is_shared else "kept") in log.getvalue()
 
 
 class KeepingLargest(nn.Linear):
@@ -298,6 +330,139 @@ def test_what_a_forward_keeps_in_a_module_made_by_hand_is_that_of_the_whole_batc
             model(x)
     assert totals_of_rows.rows == 24
     assert model.own.rows == [6] * 4
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    TRAINED = 2
+
+
+class Namespace(types.ModuleType):
+    """Options that are read as those of a module are."""
+
+
+@functools.singledispatch
+def shifted(x: object) -> Any:
+    return x
+
+
+@shifted.register
+def _(x: Tensor) -> Tensor:
+    counts["rows"] += len(x)
+    return x
+
+
+counts: Counter[str] = Counter()
+namespace = Namespace("namespace")
+generated: dict[str, Any] = {}
+exec("def shift(x):\n    shift.rows += len(x)\n    return x", generated)
+shift = generated["shift"]
+
+
+class CountingInItsClass(Around):
+    class Counts:
+        rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.Counts.rows += len(x)
+        return self.body(x)
+
+
+class CountingInABuffer(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(3))
+        self.shift.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift.rows += len(x)
+        return self.body(x) + self.shift
+
+
+class CountingInATensor(CountingInABuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = self._buffers.pop("shift")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own.rows += len(x)
+        return self.body(x) + self.own
+
+
+class CountingInAMember(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        Phase.TRAINED.rows += len(x)  # type: ignore[attr-defined]
+        return self.body(x)
+
+
+class CountingInANamespace(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        namespace.rows += len(x)
+        return self.body(x)
+
+
+class CountingByType(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(shifted(x))
+
+
+class CountingInGeneratedCode(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(shift(x))
+
+
+COUNTING: dict[type[Around], Callable[[Any], int]] = {
+    CountingInItsClass: lambda model: model.Counts.rows,
+    CountingInABuffer: lambda model: model.shift.rows,
+    CountingInATensor: lambda model: model.own.rows,
+    CountingInAMember: lambda model: Phase.TRAINED.rows,  # type: ignore[attr-defined]
+    CountingInANamespace: lambda model: namespace.rows,
+    CountingByType: lambda model: counts["rows"],
+    CountingInGeneratedCode: lambda model: shift.rows,
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+@ranks(2)
+def test_rows_are_counted_once_wherever_a_forward_counts_them(kind: type[Around]) -> None:
+    CountingInItsClass.Counts.rows = 0
+    Phase.TRAINED.rows = 0  # type: ignore[attr-defined]
+    namespace.rows = shift.rows = 0
+    counts.clear()
+    model, x = kind(), torch.randn(6, 6)
+    with sharding():
+        for _ in range(4):
+            model(x)
+    assert COUNTING[kind](model) == 24
+
+
+class KeepingAWindow(Around):
+    """The last three batches of scores, of which the first calls have fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.body(x)
+        self.window.append(scores.detach())
+        self.window = self.window[-3:]
+        return scores - torch.cat(self.window).mean(0)
+
+
+@ranks(2)
+def test_a_window_of_batches_is_that_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = KeepingAWindow()
+    batches = torch.randn(6, 6, 6)
+    expected = [KeepingAWindow.forward(model, x) for x in batches]
+    model.window = []
+    with sharding() as log:
+        for x, scores in zip(batches, expected, strict=True):
+            torch.testing.assert_close(model(x), scores)
+    assert [len(each) for each in model.window] == [6, 6, 6]
+    if instep.rank == 0:
+        assert "adds tensors to those that it keeps in window" in log.getvalue()
 
 
 lengths: list[int] = []

@@ -7,18 +7,24 @@ import io
 import types
 from array import array
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue as ProcessQueue
 from operator import is_
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from instep.distributed.generator_states import describe_state, is_generator
+from instep.distributed.generator_states import (
+    describe_state,
+    is_generator,
+    set_state,
+    state_of,
+)
 from instep.training.pytree import attributes_of, items_of
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES, inner_values
 from instep.unedited.objects.iterator_states import describe_iterator, is_iterator
@@ -51,6 +57,14 @@ class GraphNode:
     names: tuple[str, ...] = ()
     """Of a module's global variables those that count."""
     contents: Any = None
+    state: Any = None
+    """Of a generator of random numbers, so that it can go on from there."""
+
+    def note(self) -> None:
+        """Note what it contains now."""
+        self.contents = self.read()
+        if is_generator(self.value):
+            self.state = state_of(self.value)
 
     def read(self) -> Any:
         """What it contains now: values by name, values in order, or a state."""
@@ -66,7 +80,7 @@ class GraphNode:
         if isinstance(value, set | frozenset):
             return set(items_of(value))
         if isinstance(value, np.ndarray):
-            return list(value.flat) if value.dtype == object else value.copy()
+            return _entries_of(value) if value.dtype.hasobject else value.copy()
         if isinstance(value, bytearray | array):
             return _numbers_in(value)
         if isinstance(value, types.CellType):
@@ -108,9 +122,8 @@ class GraphNode:
             set.clear(value)
             set.update(value, kept)
         elif isinstance(value, np.ndarray):
-            if value.dtype == object:
-                for index, each in zip(np.ndindex(value.shape), kept, strict=True):
-                    value[index] = each
+            if value.dtype.hasobject:
+                _set_entries(value, iter(kept))
             else:
                 value[...] = kept
         elif isinstance(value, bytearray):
@@ -121,8 +134,8 @@ class GraphNode:
             _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
         elif isinstance(value, ContextVar):
             value.set(kept[0])
-        elif isinstance(value, torch.Generator):
-            value.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
+        elif is_generator(value):
+            set_state(value, self.state)
 
     def _restore_names(self, kept: dict[str, Any], now: dict[str, Any]) -> None:
         table = self.value if self.names else getattr(self.value, "__dict__", {})
@@ -154,8 +167,35 @@ def is_same(now: Any, kept: Any) -> bool:
     if isinstance(now, dict):
         return list(now) == list(kept) and all(map(is_, now.values(), kept.values()))
     if isinstance(now, list):
-        return len(now) == len(kept) and all(map(is_, now, kept))
+        return len(now) == len(kept) and all(
+            a is b or (isinstance(a, bytes) and a == b) for a, b in zip(now, kept, strict=True)
+        )
     return isinstance(now, str | bytes | set) and bool(now == kept)
+
+
+def _entries_of(array: np.ndarray[Any, Any]) -> list[Any]:
+    """The objects in an array, and of each field that has none its bytes."""
+    if names := array.dtype.names:
+        return [entry for name in names for entry in _entries_of(array[name])]
+    return list(array.flat) if array.dtype == object else [array.tobytes()]
+
+
+def _set_entries(array: np.ndarray[Any, Any], entries: Iterator[Any]) -> None:
+    """Let it have these `_entries_of` it again."""
+    if names := array.dtype.names:
+        for name in names:
+            _set_entries(array[name], entries)
+    elif array.dtype == object:
+        for index in np.ndindex(array.shape):
+            array[index] = next(entries)
+    else:
+        array[...] = np.frombuffer(next(entries), array.dtype).reshape(array.shape)
+
+
+def is_lasting(value: Any) -> bool:
+    """Whether nothing sets this object back: an iterator, a file, a queue of which another thread
+    may take something."""
+    return is_iterator(value) or isinstance(value, io.IOBase | SimpleQueue)
 
 
 def _numbers_in(value: bytearray | array[Any]) -> np.ndarray[Any, Any]:

@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 import types
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 from weakref import KeyedRef, WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -17,7 +18,7 @@ CALLING_ITERATOR = type(iter(int, 1))
 """What `iter(function, sentinel)` returns."""
 WITH_INNER_VALUES = (
     *(types.MappingProxyType, SimpleQueue, KeyedRef, *_WITH_NAMESPACE),
-    *(CSV_WRITER, CALLING_ITERATOR),
+    *(CSV_WRITER, CALLING_ITERATOR, memoryview),
 )
 
 
@@ -27,6 +28,9 @@ def inner_values(value: Any) -> list[Any]:
         return [value()]
     if isinstance(value, _WITH_NAMESPACE):
         return [vars(value)]
+    if isinstance(value, memoryview):
+        with suppress(ValueError):  # released
+            return [value.obj]
     parts = gc.get_referents(value)
     if isinstance(value, CSV_WRITER):  # it has the file's method `write` alone
         return [getattr(part, "__self__", None) for part in parts]

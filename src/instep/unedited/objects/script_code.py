@@ -27,12 +27,14 @@ def is_of_script(value: Any) -> bool:
     else:
         space = vars(value) if isinstance(value, types.ModuleType) else value.__globals__
     file = space.get("__file__")
-    return space.get("__name__") == "__main__" if file is None else is_script_file(str(file))
+    if file is None:  # of `exec` without a namespace of that name
+        return bool(space.get("__name__", "__main__") == "__main__")
+    return is_script_file(str(file))
 
 
 def is_made(value: object) -> bool:
     """Whether this is a module that was imported from nowhere: `types.ModuleType("options")`."""
-    if type(value) is not types.ModuleType:
+    if not isinstance(value, types.ModuleType):
         return False
     return all(vars(value).get(name) is None for name in ("__file__", "__spec__"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -26,10 +27,11 @@ from instep.unedited.sharded_call.compare.rounding import (
     is_near,
     perturbed,
 )
-from instep.unedited.sharded_call.compare.side_effects import PRINTS, observed
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.control_flow import stop_at_branches
 from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import (
@@ -125,7 +127,9 @@ class CallComparison:
     def _attempt(self) -> tuple[tuple[ShardingPlan, list[Any]] | None, str]:
         """The plan and the joined outputs, if all ranks have found the same as the whole
         forward."""
-        with observed(is_silent=True):
+        has_lasting = self.reference.before.graph.has_lasting
+        stopping = stop_at_branches() if has_lasting else nullcontext()
+        with observed(is_silent=True), stopping:
             return attempt(
                 lambda checked: self._compare(replace(self._group, transport=checked)),
                 self._group.transport,
@@ -201,7 +205,7 @@ class CallComparison:
     def _run(self, group: ShardGroup) -> tuple[Region, LocalOutputs, int]:
         """The forward on this rank's rows, its outputs, and the number of its first autograd node.
 
-        Raises ShardedCallError if it prints, or returns another structure than the whole one.
+        Raises ShardedCallError if it prints, say, or returns another structure than the whole one.
         """
         call, reference = self.call, self.reference
         if group.is_virtual and reference.draws_outside_torch:  # its shards would draw one by one
@@ -222,10 +226,10 @@ class CallComparison:
                 run()
             reference.before.restore()
         start = next_sequence_number()
-        with observed(is_silent=True) as effects:
+        with observed(is_silent=True, is_lasting_error=not compiles) as effects:
             region, local, structure = run()
-        if effects.first is PRINTS and not compiles:
-            raise ShardedCallError(f"{PRINTS.text} for a part of the batch")
+        if effects.first is not None and not compiles:
+            raise ShardedCallError(f"{effects.first.text} for a part of the batch")
         self._structure = reference.structure
         if structure != reference.structure and not group.is_virtual:
             self._structure = with_entries(reference.structure, structure, region.blocks[0])

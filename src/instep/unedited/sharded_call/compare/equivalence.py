@@ -22,6 +22,7 @@ from instep.unedited.sharded_call.compare.higher_precision import (
 )
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import (
     Division,
@@ -157,7 +158,29 @@ def _begin(call: BoundCall, group: ShardGroup) -> tuple[CallComparison, WholeRea
     return comparison, first_reason(why, group.transport)
 
 
+def check_lasting_changes(call: BoundCall, before: Snapshot, group: ShardGroup) -> None:
+    """Raise ShardedCallError on all ranks where forwards that do not count have changed on some
+    of them, since `before`, what nothing sets back. Collective."""
+    change = before.graph.find_lasting_change()
+    if why := first_reason(WholeReason.of(change), group.transport):
+        raise ShardedCallError(
+            f"{type(call.module).__name__} was computed for parts of a batch, to see whether it "
+            f"can be divided: for these, not for the whole batch, {why.text}, which nothing sets "
+            "back. Run this script with --plain, or let the loop that calls it do that."
+        )
+
+
 def _try(
+    comparison: CallComparison, division: Division, group: ShardGroup
+) -> tuple[tuple[ShardingPlan, Any] | None, str]:
+    """As `_try_precisions`, where no rank has changed by it what nothing sets back. Collective.
+    Raises ShardedCallError."""
+    found, why = _try_precisions(comparison, division, group)
+    check_lasting_changes(comparison.call, comparison.reference.before, group)
+    return found, why
+
+
+def _try_precisions(
     comparison: CallComparison, division: Division, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """As `CallComparison.try_division`, first in full precision where the call's own is lower, and

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
 from instep.unedited.objects.graph_node import GraphNode, is_same
-from instep.unedited.objects.iterator_states import is_iterator
 from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
+from instep.unedited.sharded_call.plan.object_graph import (
+    ObjectGraph,
+    describe_change,
+    is_variable,
+    join,
+)
 
 _ABSENT = object()
 
@@ -64,14 +68,8 @@ def find_change(
         old = before.nodes.get(key_)
         if old is None or _is_unchanged(old, node):
             continue
-        if is_iterator(node.value):
-            name = type(node.value).__name__
-            return f"its forward takes the next value of a {name} ({node.path})"
-        if node.path in after.external | before.external:
-            where = "a file, a queue, a thread or shared memory"
-            return f"its forward writes to {where} ({node.path})"
-        if isinstance(node.contents, str):
-            return f"its forward draws from {node.path}, a {type(node.value).__name__}"
+        if why := describe_change(node, after.external | before.external):
+            return why
     return None
 
 

@@ -32,7 +32,7 @@ from instep.unedited.sharded_call.compare.side_effects import (
     watched_outside_calls,
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
-from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.plan.stored_parameters import plain_parameters
@@ -41,6 +41,7 @@ from instep.unedited.sharded_call.run.argument_writes import (
     ArgumentWatch,
     TensorAttributes,
     Written,
+    has_only_tensors,
     run_whole,
 )
 from instep.unedited.sharded_call.run.random_numbers import WholeDraw, noted_draws
@@ -123,10 +124,10 @@ class Reference:
         found = forward.attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
-        self.begins_to_keep = not forward.attributes.has_tensors_before(found)
-        """Whether some of these had no tensors before."""
         self.call = replace(call, kept=self.kept)
         """The call, with these."""
+        self.begins_to_keep = not all(map(has_only_tensors, map(self._value_before, found)))
+        """Whether some of these had no tensors before."""
         new = [place for place in found if place not in call.kept]
         result = forward.arguments.result(self._value, new)
         self.outputs, self.structure = flatten(result)
@@ -138,7 +139,7 @@ class Reference:
         """Of its graph, once that is released."""
         self.used_by_others = used_by_others(self.outputs)
         """Which of its outputs others were computed from."""
-        self._records = forward.find_records()
+        self._records = forward.find_records() or self._find_kept_again()
         self._effect = forward.find_keeping_hook() or forward.effect
         self._other_change = forward.outside_change or forward.find_changed_arguments()
         self.changes_attributes = self.before.has_other_values(self.after)
@@ -156,6 +157,21 @@ class Reference:
         """The state before and after the last backward, where it calls such functions."""
         self.own_backward: StatePair | None = None
         """The same of its own, where that changes it."""
+
+    def _value_before(self, place: AttributePlace) -> Any:
+        """What an attribute had before the forward, which may have changed a list first."""
+        nodes = self.before.graph.nodes
+        value = nodes[id(self.call.parts[place[0]])].contents.get(place[1])
+        return nodes[id(value)].contents if id(value) in nodes else value
+
+    def _find_kept_again(self) -> WholeReason | None:
+        """Say where it keeps tensors of earlier calls beside new ones; None if nowhere."""
+        for part, name in self.kept:
+            leaves = leaves_of(self.call.parts[part].__dict__.get(name))
+            known = [id(leaf) in self.before.graph.tensors for leaf in leaves]
+            if any(known) and not all(known):
+                return WholeReason(f"its forward adds tensors to those that it keeps in {name}")
+        return None
 
     @property
     def returns_scalar(self) -> bool:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
+from multiprocessing.connection import Connection
+from multiprocessing.queues import JoinableQueue
+from multiprocessing.queues import Queue as ProcessQueue
 from typing import Any
 from weakref import ref
 
@@ -30,6 +33,11 @@ from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind,
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
 _OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE)
+_MESSAGES = (
+    *((ProcessQueue, name) for name in ("put", "get")),
+    (JoinableQueue, "put"),
+    *((Connection, name) for name in ("send", "send_bytes", "recv", "recv_bytes")),
+)
 _MULTI_GRAD_HOOKS = torch.autograd.graph.__file__
 """Where a hook on several tensors is registered on each of them."""
 _ENVIRONMENT = os.getenv.__code__.co_filename
@@ -105,8 +113,8 @@ def defer_warning(warning: PendingWarning) -> bool:
 @contextmanager
 def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iterator[SideEffects]:
     """Inside, side effects are noted; with `is_silent` what is printed is dropped, and with
-    `is_lasting_error` to open a file for writing, or to set an environment variable, is a
-    ShardedCallError."""
+    `is_lasting_error` to open a file for writing, to set an environment variable, or to use a queue
+    or a pipe of other processes, is a ShardedCallError."""
     global _current
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_lasting_error=is_lasting_error)
@@ -114,6 +122,7 @@ def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iter
         (owner, name, _noting_method(owner, name, effects)) for owner, name in _OF_GRADIENTS
     ]
     methods.append((Tensor, "requires_grad_", _noting_unfreezing(effects)))
+    methods += [(owner, name, _noting_message(owner, name, effects)) for owner, name in _MESSAGES]
     methods.append((logging.Handler, "handle", _noting_record(effects)))
     with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
@@ -205,6 +214,18 @@ def _noting_method(owner: type, name: str, effects: SideEffects) -> Any:
         return method(*args, **kwargs)
 
     return noting if owner is Tensor else staticmethod(noting)
+
+
+def _noting_message(owner: type, name: str, effects: SideEffects) -> Function:
+    """Of a queue or a pipe between processes."""
+    method: Function = getattr(owner, name)
+
+    @wraps(method)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        effects.note_lasting(f"its forward uses what it shares with other processes ({name})")
+        return method(*args, **kwargs)
+
+    return noting
 
 
 def _is_by_library(file: str) -> bool:

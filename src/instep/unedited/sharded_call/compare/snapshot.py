@@ -76,12 +76,14 @@ class Snapshot:
             for k, part in enumerate(self._parts)
             for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
-        namespaces = {path: vars(x) for path, x in self._parameters.items() if x is not None}
+        buffers = dict(module.named_buffers())
+        written_into = {**self._parameters, **buffers}
+        namespaces = {path: vars(x) for path, x in written_into.items() if x is not None}
         self._attributes = {
             path: {k: v for k, v in kept.items() if not k.startswith(COMPILER_NOTES)}
             for path, kept in namespaces.items()
         }
-        """What the script has written into the parameters themselves."""
+        """What the script has written into parameters and buffers themselves."""
         self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
@@ -192,8 +194,9 @@ class Snapshot:
             if parameter is not self._parameters[name]:
                 return WholeReason(f"its forward makes the parameter {name} anew")
         for name, attributes in after._attributes.items():
-            if not is_same(attributes, self._attributes[name]):
-                text = f"its forward sets attributes of the parameter {name}"
+            if not is_same(attributes, self._attributes.get(name, {})):
+                what = "parameter" if name in self._parameters else "buffer"
+                text = f"its forward sets attributes of the {what} {name}"
                 return WholeReason(text, ReasonKind.SIDE_EFFECT)
         if self._trained != after._trained:
             return FREEZES

@@ -18,7 +18,10 @@ from instep.distributed.numbers import on_any_rank
 from instep.training.pytree import flatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.equivalence import verify_plan
+from instep.unedited.sharded_call.compare.equivalence import (
+    check_lasting_changes,
+    verify_plan,
+)
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -63,6 +66,7 @@ def run_watched(
     effects.reset_warnings()
     before.restore()
     watch.restore_items()
+    check_lasting_changes(call, before, group)
     result = compare_traced(call, plan, flow, group, gradients=True)
     if result.why_whole is None:
         flow.learn_readings(readings)

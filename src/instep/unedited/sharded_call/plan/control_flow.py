@@ -134,26 +134,34 @@ class ForwardTrace:
         )
 
     @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Inside, forwards stop (see `ControlFlow.traced`) before a branch that those before, since
+        the trace began, have not taken, either."""
+        stops, earlier, tracing = self._stops, self._earlier, sys.gettrace()
+        self._stops, self._earlier = True, {c: {*places} for c, places in self._reached.items()}
+        try:
+            yield
+        finally:
+            self._stops, self._earlier = stops, earlier
+            if tracing == self.enter:  # which ends where NewBranch is raised
+                sys.settrace(tracing)
+
+    @contextmanager
     def probing(self) -> Iterator[Callable[[], bool]]:
-        """Inside, forwards are traced that do not count, and stop (see `ControlFlow.traced`) before
-        a branch that those before, since the trace began, have not taken; yields whether they have
-        come to one, or read what those before have not."""
+        """Inside, forwards are traced that do not count, and stop (see `stopping`); yields whether
+        they have come to a branch, or read what those before have not."""
         reached = {code: set(places) for code, places in self._reached.items()}
         count = len(self.readings)
         known = {*self._readings, *map(tuple, self.readings)}
-        stops, earlier, tracing = self._stops, self._earlier, sys.gettrace()
-        self._stops, self._earlier = True, reached
 
         def is_other() -> bool:
             has_read_anew = not known.issuperset(map(tuple, self.readings[count:]))
             return has_read_anew or self._has_new_branch(reached)
 
         try:
-            yield is_other
+            with self.stopping():
+                yield is_other
         finally:
-            self._stops, self._earlier = stops, earlier
-            if tracing == self.enter:  # which ends where NewBranch is raised
-                sys.settrace(tracing)
             del self.readings[count:]
             for code, places in self._reached.items():
                 places.intersection_update(reached.get(code, ()))
@@ -211,6 +219,11 @@ def probe_flow() -> AbstractContextManager[Callable[[], bool]]:
     return nullcontext(lambda: False) if _current is None else _current.probing()
 
 
+def stop_at_branches() -> AbstractContextManager[None]:
+    """See `ForwardTrace.stopping`, of the trace that is under way, if any."""
+    return nullcontext() if _current is None else _current.stopping()
+
+
 class _Branches:
     """Where branches of a function begin that no compared call has taken."""
 
@@ -223,10 +236,13 @@ class _Branches:
             place, then = instruction.positions, following.positions
             if instruction.opname == "RAISE_VARARGS" and place and place.lineno:
                 raising.update(range(place.lineno, (place.end_lineno or place.lineno) + 1))
+            is_in_line = bool(place and then and place.lineno == then.lineno)
             is_branch = "JUMP" in instruction.opname and "IF" in instruction.opname
             is_assertion = following.opname == "LOAD_ASSERTION_ERROR"
-            if is_branch and not is_assertion and place and then and place.lineno == then.lineno:
+            if is_in_line and is_branch and not is_assertion:
                 inline.update((following.offset, instruction.argval))
+            elif is_in_line and instruction.opname == "FOR_ITER":
+                inline.add(following.offset)
         self.by_opcode = bool(inline)
         """Whether a line has several branches: then its places are offsets, else lines."""
         starts = {

@@ -14,7 +14,7 @@ import threading
 import types
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from enum import Enum
 from multiprocessing.queues import Queue as ProcessQueue
 from typing import Any
@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from instep.distributed.generator_states import is_generator, is_global
-from instep.process.torch_private import DisableTorchFunctionSubclass
+from instep.process.torch_private import COMPILER_NOTES, DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN
-from instep.unedited.objects.graph_node import C_DATA, HOOK_TABLES, MODULE_TABLES, GraphNode
+from instep.unedited.objects.graph_node import (
+    C_DATA,
+    HOOK_TABLES,
+    MODULE_TABLES,
+    GraphNode,
+    is_lasting,
+    is_same,
+)
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES
+from instep.unedited.objects.iterator_states import is_iterator
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import (
     functions_of,
@@ -47,6 +55,8 @@ _ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
 _EXTERNAL = (io.IOBase, threading.Thread, queue.SimpleQueue, ProcessQueue, *C_DATA)
 _CONTAINERS = (list, dict, set, deque, bytearray, array)
+_OF_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
+"""What each member of an enumeration has."""
 _LOOKED_INTO = (nn.Module, Distribution, *WITH_INNER_VALUES)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *FUNCTIONS)
 
@@ -93,13 +103,28 @@ class ObjectGraph:
             node.restore()
 
     @property
+    def has_lasting(self) -> bool:
+        """Whether there is something among it that nothing sets back."""
+        return bool(self.external) or any(is_lasting(node.value) for node in self.nodes.values())
+
+    def find_lasting_change(self) -> str | None:
+        """Say what of that a forward has changed since then; None if nothing.
+
+        What other processes may change, too, is left out.
+        """
+        for node in self.nodes.values():
+            if is_lasting(node.value) and not is_same(node.read(), node.contents):
+                return describe_change(node, self.external)
+        return None
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """Those of torch among it."""
         values = (node.value for node in self.nodes.values())
         return [value for value in values if isinstance(value, torch.Generator)]
 
     def _add(self, key: Hashable, node: GraphNode) -> GraphNode:
-        node.contents = node.read()
+        node.note()
         self.nodes[key] = node
         return node
 
@@ -120,6 +145,9 @@ class ObjectGraph:
             with DisableTorchFunctionSubclass():
                 version = -1 if value.is_inference() else value._version
             self.tensors.setdefault(id(value), (value, path, version))
+            written = vars(value)
+            if not all(name.startswith(COMPILER_NOTES) for name in written):
+                self._visit_root(path, written)
         elif isinstance(value, FUNCTIONS):
             if follow:
                 self._code.append(getattr(value, "__func__", value))
@@ -155,6 +183,9 @@ class ObjectGraph:
     def _follow(self, code: Any) -> None:
         """Look at the variables that a function or the methods of a class name."""
         while isinstance(code, types.FunctionType) and not is_of_script(code):
+            registry = vars(code).get("registry")  # of functools.singledispatch
+            if isinstance(registry, types.MappingProxyType):
+                self._code.extend(registry.values())
             code = vars(code).get("__wrapped__")  # a library's decorator is around it
         if not isinstance(code, types.FunctionType | type) or id(code) in self._followed:
             return
@@ -166,6 +197,8 @@ class ObjectGraph:
             if any(map(_is_state, vars(code).items())):
                 self._look_at_root(id(code), GraphNode(code.__name__, code))
             self._code.extend(functions_of(code))
+            for inside in filter(_is_class, list(vars(code).values())):
+                self._look_at_class(inside)
         self._code += [*code.__bases__, type(code)]
 
     def _follow_function(self, function: types.FunctionType) -> None:
@@ -201,9 +234,15 @@ class ObjectGraph:
             self._look_at_root((id(space), node.names), node, prefix)
 
     def _look_at_class(self, value: type) -> None:
-        if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
-            self._look_at_root(id(value), GraphNode(value.__name__, value))
-            self._code.append(value)
+        if not is_of_script(value) or issubclass(value, nn.Module | Tensor):
+            return
+        if issubclass(value, Enum):
+            for member in value:
+                if not vars(member).keys() <= _OF_MEMBERS:
+                    self._look_at_root(id(member), GraphNode(str(member), member))
+            return
+        self._look_at_root(id(value), GraphNode(value.__name__, value))
+        self._code.append(value)
 
     def _look_beyond(self, path: str, value: Any) -> bool:
         """Look at what a function or a module leads to; returns whether this is one, or a class."""
@@ -240,6 +279,22 @@ class ObjectGraph:
             self._look(prefix + name, value, follow=False)
 
 
+def describe_change(node: GraphNode, external: Collection[str]) -> str | None:
+    """Say what a forward did that changed this node, if that cannot be set back, or is drawn.
+
+    `external`: paths of files, queues and so on.
+    """
+    name = type(node.value).__name__
+    if is_iterator(node.value):
+        return f"its forward takes the next value of a {name} ({node.path})"
+    if node.path in external:
+        where = "a file, a queue, a thread or shared memory"
+        return f"its forward writes to {where} ({node.path})"
+    if isinstance(node.contents, str):
+        return f"its forward draws from {node.path}, a {name}"
+    return None
+
+
 def is_variable(path: str) -> bool:
     """Whether the path begins with a variable, and not with an attribute of the module."""
     return path.startswith(("argument ", "global variable ", "variable "))
@@ -262,11 +317,14 @@ def _is_state(attribute: tuple[str, Any]) -> bool:
     return is_kept and not name.startswith("__")
 
 
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
+
+
 def has_contents(value: Any) -> bool:
     """Whether something may be in this that counts: not in objects of torch, for example."""
     if isinstance(value, np.ndarray):
-        is_known = value.dtype == object or not value.dtype.hasobject
-        return is_known and value.nbytes <= MAX_ARRAY
+        return value.nbytes <= MAX_ARRAY
     if isinstance(value, bytearray | array):
         return len(value) * getattr(value, "itemsize", 1) <= MAX_ARRAY
     if isinstance(value, C_DATA):

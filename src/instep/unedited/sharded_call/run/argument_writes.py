@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -150,15 +150,11 @@ class TensorAttributes:
             and not is_table(part, name)
             and not isinstance(value, PLAIN)
             and not computes_weight(part, name)
-            and _has_only_tensors(value)
+            and has_only_tensors(value)
         )
 
-    def has_tensors_before(self, places: Iterable[AttributePlace]) -> bool:
-        """Whether all of these had tensors before, too."""
-        return all(_has_only_tensors(self._before[k].get(name)) for k, name in places)
 
-
-def _has_only_tensors(value: Any) -> bool:
+def has_only_tensors(value: Any) -> bool:
     """Whether this is a tensor, or some in containers, and beside them only plain values."""
     leaves = leaves_of(value)
     return any(isinstance(leaf, Tensor) for leaf in leaves) and all(
