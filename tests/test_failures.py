@@ -457,6 +457,19 @@ else:
 """
 
 
+NORMED = """
+import sys, torch, instep
+instep.init(f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+model.register_forward_hook(lambda *values: None)
+model, x = instep.replicate(model), torch.ones(4, 2)
+if instep.rank == 0:
+    model(x)
+else:
+    instep.recv(0)
+"""
+
+
 PAST = """
 import sys, torch, instep
 instep.init(f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
@@ -488,6 +501,7 @@ DISAGREE = (
         pytest.param(
             [
                 (DIVERGING, (), "gloo", WAIT.format("backward at {}:7", "broadcast at {}:9")),
+                (NORMED, (), "gloo", WAIT.format("forward at {}:8", "recv at {}:10")),
                 (PAST, ("scatter",), "auto", DISAGREE),
             ],
             id="at once",
@@ -500,7 +514,7 @@ DISAGREE = (
     ],
 )
 @pytest.mark.nightly
-def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(
+def test_what_only_some_ranks_compute_is_named_with_its_lines(
     tmp_path: Path, jobs: list[tuple[str, tuple[str, ...], str, str]]
 ) -> None:
     """Jobs at once: most of their time they wait."""

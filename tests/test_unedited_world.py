@@ -344,7 +344,7 @@ def test_a_rank_that_waits_in_vain_ends_whatever_the_name_of_the_script(place: P
     """
     done = place.run("n2", *RUN, "2", place.script(text, os.fsdecode(b"\xff.py")))
     assert done.returncode == 1
-    assert re.search(r"rank 0 waits in call_module at .*\\udcff\.py:7\n", done.stderr)
+    assert re.search(r"rank 0 waits in forward at .*\\udcff\.py:7\n", done.stderr)
 
 
 @pytest.mark.launch
@@ -407,7 +407,7 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
     assert title == "instep: the ranks wait for each other in different collectives:"
     assert ended.startswith("  rank 0 waits in exit at the end of the script, after ")
     assert ended.endswith(f" at {script}:6")
-    assert waiting == f"  rank 1 waits in call_module at {script}:6"
+    assert waiting == f"  rank 1 waits in forward at {script}:6"
 
 
 @pytest.mark.launch

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from instep.distributed.flight_record.recorder import end_of_script, issued, leave, phase, wait
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
@@ -26,8 +27,11 @@ from instep.process.exit_status import rank_ranges
 _TORCH = dist.distributed_c10d.__file__
 _NO_SCRIPT = (*OUTSIDE_SCRIPT, "<string>")
 """The last one is code that a library generates, as that of a dataclass."""
-_WRAPPERS = (dist.c10d_logger.__file__, f"{PACKAGE_FOLDER}process/patching.py")
-"""Files of torch's decorators, and of the patches in unedited scripts."""
+_WRAPPERS = (
+    *(dist.c10d_logger.__file__, nn.modules.module.__file__),
+    f"{PACKAGE_FOLDER}process/patching.py",
+)
+"""Files of torch's decorators, of its calls of modules, and of the patches in unedited scripts."""
 _GROUP_OPS = frozenset(
     (
         *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),

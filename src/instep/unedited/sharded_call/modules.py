@@ -58,7 +58,7 @@ def module_call(original: Function) -> Function:
     """
 
     @functools.wraps(original)
-    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_compiling()
             or call_state.inside
@@ -84,7 +84,7 @@ def module_call(original: Function) -> Function:
             fallback.end_backward(decision_counts.trials)
         return output
 
-    return call_module
+    return forward
 
 
 def _call(
