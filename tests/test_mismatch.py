@@ -127,6 +127,30 @@ def test_a_condition_that_parts_no_ranks_is_not_named(tmp_path, condition, leave
     assert str(DisagreementError.of_collectives(sides)).endswith("dtypes and roots.")
 
 
+RAISES = "if loss > 9: raise ValueError"
+
+
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [
+        (RAISES, "`if loss > 3` at {}:8 decides"),
+        (f"try: pass\n    except OSError: pass\n    {RAISES}", "`if loss > 3` at {}:10"),
+        (f"try:\n        {RAISES}\n    except OSError: pass", "`if loss > 9` at {}:8 decides"),
+    ],
+)
+def test_a_condition_for_an_error_is_named_only_where_the_script_catches_it(
+    tmp_path, first, named
+) -> None:
+    script = tmp_path / "train.py"
+    condition = f"{first}\n    if loss > 3:"
+    script.write_text(LOOP.format(condition=condition, leave="break"))
+    ends = len(script.read_text().splitlines())
+    advice = advise_on_condition(
+        [f"all_reduce at {script}:{ends - 1}", f"all_gather at {script}:{ends}"]
+    )
+    assert named.format(script) in advice
+
+
 IN_A_FUNCTION = """
 def step(x, number):
     {inside}

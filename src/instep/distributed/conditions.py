@@ -11,7 +11,7 @@ from instep.process.exit_status import UNKNOWN_RANK
 from instep.process.tracebacks import awaited_rank, script_line
 
 _PLACE = re.compile(r" at (/.+):(\d+)$")
-_LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Raise)
+_LEAVES = (ast.Break, ast.Continue, ast.Return)
 _NOT_RUN_THERE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Assignment = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
@@ -59,10 +59,11 @@ def _find_condition(file: str, lines: list[int]) -> ast.If | None:
         return None
     sides = [script.lines_to(line) for line in lines]
     for scope, computed in script.repeated(sides):
+        caught = _caught_raises(scope)
         for condition in _walk(scope.body):
             if (
                 isinstance(condition, ast.If)
-                and _decides(condition, sides)
+                and _decides(condition, sides, caught)
                 and computed & _names(condition.test)
             ):
                 return condition
@@ -129,9 +130,21 @@ class _Script:
         return {name for name, value in passed if _is_computed(value, known)}
 
 
-def _decides(condition: ast.If, sides: Iterable[Collection[int]]) -> bool:
+def _caught_raises(scope: _Loop | _Function) -> set[ast.Raise]:
+    """Those of which the script may catch the error; any other one ends its rank, which says so."""
+    tries = [node for node in _walk(scope.body) if isinstance(node, ast.Try) and node.handlers]
+    inside = (node for each in tries for node in _walk(each.body))
+    return {node for node in inside if isinstance(node, ast.Raise)}
+
+
+def _decides(
+    condition: ast.If, sides: Iterable[Collection[int]], caught: Collection[ast.Raise]
+) -> bool:
     """Whether it leaves the loop or the iteration, or has only some of the sides inside."""
-    leaves = any(isinstance(node, _LEAVES) for node in _walk(condition.body + condition.orelse))
+    leaves = any(
+        isinstance(node, _LEAVES) or node in caught
+        for node in _walk(condition.body + condition.orelse)
+    )
     return (
         leaves
         or len({(_have(condition.body, side), _have(condition.orelse, side)) for side in sides}) > 1
