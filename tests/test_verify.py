@@ -712,6 +712,15 @@ def test_other_samples_than_plain_python_s_are_said_to_be_in_another_order_if_th
     assert compare_with_python(ours, theirs, FLOAT32).startswith(said)
 
 
+def test_an_augmentation_that_leaves_some_samples_as_they_are_is_no_other_order():
+    def flip(rank, k, step):
+        first, *others = step.row_hashes
+        return {"row_hashes": (first + 1000, *others)}
+
+    said = compare_with_python(made.run(1), made.run(1, flip), FLOAT32)
+    assert said.startswith("random augmentation of a sample is drawn from a stream of its own")
+
+
 def at_night(*kinds):
     return [pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
@@ -195,9 +196,18 @@ def _have_same_order(oracle: RunRecord, plain: RunRecord) -> bool | None:
     known = min(len(ours), len(theirs))
     if known:
         return ours[:known] == theirs[:known]
-    common = range(min(oracle.steps, plain.steps))
-    rows = [{row for k in common for row in run.at(k)[0].row_hashes} for run in (oracle, plain)]
-    return False if rows[0] & rows[1] else None
+    here, there = (_positions(run, min(oracle.steps, plain.steps)) for run in (oracle, plain))
+    common = here.keys() & there.keys()  # an augmentation may leave some samples as they are
+    return all(here[row] & there[row] for row in common) if common else None
+
+
+def _positions(run: RunRecord, steps: int) -> dict[int, set[tuple[int, int]]]:
+    """By the hash of a row: the steps, and the positions in them, at which the row is used."""
+    positions: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for k in range(steps):
+        for index, row in enumerate(run.at(k)[0].row_hashes):
+            positions[row].add((k, index))
+    return positions
 
 
 def compare_with_python(
