@@ -629,6 +629,20 @@ def test_that_nothing_was_divided_is_said_where_no_samples_were_seen(divided, sa
     assert ("at n = 2 every rank computed every sample" in format_table(report)) is said
 
 
+@pytest.mark.parametrize("divided", [0, 3])
+def test_that_only_modules_within_were_divided_is_said(divided):
+    def whole(n):
+        run = made.run(n, lambda r, k, s: {"samples": made.BATCHES[k]})
+        end = RankSummary(divided=divided)
+        return replace(run, ranks=tuple(replace(rank, end=end) for rank in run.ranks))
+
+    report = make_report(alone(made.run(1)), [MultiRankRuns(made.run(2), made.run(2))])
+    result = replace(report.results[0], run=whole(2))
+    text = format_table(replace(report, results=(result,)))
+    assert ("at n = 2 every rank computed every sample" in text) is (divided == 0)
+    assert ("modules within them were divided" in text) is (divided > 0)
+
+
 def test_a_backward_from_an_edge_of_the_graph_has_no_loss(tmp_path):
     recorder = Recorder(RunPlan(), tmp_path, 0)
     weights = torch.ones(2, requires_grad=True)

@@ -67,24 +67,47 @@ def _notes(report: Report) -> list[str]:
             f"at n = {undivided} every rank computed every sample: the numbers are the "
             "same, but it is not faster. `instep run` prints the reason."
         )
+    if partly := ", ".join(map(str, _divided_inside(report))):
+        notes.append(
+            f"at n = {partly} every rank computed some modules whole, whose samples are counted; "
+            "modules within them were divided. `instep run` prints the reason."
+        )
     if reason := report.compare_with_python:
         notes.append(f"n = 1 differs from plain Python, without instep: {reason}.")
     return notes
 
 
 def _undivided(report: Report) -> list[int]:
-    """The numbers of ranks at which nothing of an unedited script was divided."""
-    samples = sum(report.oracle.samples_per_rank)
-
-    def whole(run: RunRecord) -> bool:
-        divided = [rank.end.divided for rank in run.ranks if rank.end is not None]
-        return set(divided) == {0} or 0 < samples == min(run.samples_per_rank)
-
+    """The numbers of ranks at which every rank computed all, and not as different numbers."""
     return [
-        r.run.n
-        for r in report.results
-        if r.run.n > 1 and r.verdict is not Verdict.DIFFERENT and whole(r.run)
+        run.n
+        for run in _runs_on_many(report)
+        if not any(_divided_calls(run)) and (_divided_calls(run) or _have_all_samples(report, run))
     ]
+
+
+def _divided_inside(report: Report) -> list[int]:
+    """The numbers of ranks at which an unedited script was divided only within its modules."""
+    return [
+        run.n
+        for run in _runs_on_many(report)
+        if any(_divided_calls(run)) and _have_all_samples(report, run)
+    ]
+
+
+def _runs_on_many(report: Report) -> list[RunRecord]:
+    results = (r for r in report.results if r.verdict is not Verdict.DIFFERENT)
+    return [result.run for result in results if result.run.n > 1]
+
+
+def _divided_calls(run: RunRecord) -> list[int]:
+    """How many calls each rank of an unedited script divided; empty where it has the two lines."""
+    ends = [rank.end for rank in run.ranks]
+    return [end.divided for end in ends if end is not None and end.divided is not None]
+
+
+def _have_all_samples(report: Report, run: RunRecord) -> bool:
+    return 0 < sum(report.oracle.samples_per_rank) == min(run.samples_per_rank)
 
 
 def _verdict(report: Report) -> list[str]:
