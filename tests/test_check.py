@@ -598,6 +598,36 @@ print(sum(losses))
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("instep.all_reduce(value, 'mean')", "meter averages the ranks' means of their rows"),
+        ("value", "meter holds values of this rank's rows"),
+    ],
+)
+def test_a_meter_that_reduces_is_told_from_one_of_own_rows(value: str, message: str) -> None:
+    text = f"""import instep
+from torch.utils.data import DataLoader
+
+class Meter:
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+    def update(self, value):
+        self.total += {value}
+        self.count += 1
+    @property
+    def avg(self):
+        return self.total / self.count
+
+meter = Meter()
+for x, y in instep.shard(DataLoader(data, 8)):
+    meter.update(loss_function(model(x), y).detach())
+print(meter.avg)
+"""
+    findings = check_script(Script("train.py", text), RULES.values())
+    assert [each.message for each in findings if each.code == "INS210"] == [message]
+
+
 def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:
     text = (
         "import torch.distributed as dist\n"

@@ -182,6 +182,14 @@ def test_time_in_a_phase_is_told_from_waits_and_phases_within_it():
     ]
 
 
+def test_a_phase_within_one_of_the_same_name_is_counted_once():
+    events = [
+        *(collective(rank, 0, 0, 0, group="all") for rank in range(2)),
+        *(phase(0, "forward", 1, 4), phase(0, "forward", 2, 1), phase(0, "forward", 6, 2)),
+    ]
+    assert sum_up(events)[0].phases == {"forward": 6.0}
+
+
 def test_the_page_is_self_contained_and_shows_texts_as_they_are():
     evil = collective(0, 3, 11, 1)
     evil["args"]["call"] = "</script><b>"

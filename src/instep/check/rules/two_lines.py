@@ -27,6 +27,8 @@ _MEND = (
     "mean.compute()"
 )
 
+_ALIKE = "the means of all ranks count alike, whatever their rows: not the mean of one process"
+
 
 def has_own_rows(info: ScriptInfo, loop: ast.For) -> bool:
     """Whether a loop runs over instep.shard(…), or over a loader with a DistributedSampler."""
@@ -88,7 +90,10 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
         known = {(info.script.function_of(place), name), info.script.statement_of(place)}
         if not known & seen:
             mend = _GATHER.format(name=name) if _joins_rows(info, place) else _MEND
-            yield Hit(place, f"{name} holds values of this rank's rows", happens, mend)
+            if _is_reduced_by_its_class(info, place):
+                yield Hit(place, f"{name} averages the ranks' means of their rows", _ALIKE, mend)
+            else:
+                yield Hit(place, f"{name} holds values of this rank's rows", happens, mend)
         seen |= known
     for loop in info.script.all(ast.For):
         if counting.sharded_loader(info, loop.iter) is None:
@@ -177,6 +182,18 @@ def _uses_of_kept_values(info: ScriptInfo) -> Iterator[tuple[str, ast.expr]]:
                 use, loops[0]
             ):
                 yield name, use
+
+
+def _is_reduced_by_its_class(info: ScriptInfo, place: ast.expr) -> bool:
+    """Whether `place` reads a meter whose class brings the values of the ranks together."""
+    if not isinstance(place, ast.Attribute):
+        return False
+    made = {info.script.call_name(each) for each in info.origins.calls(place.value)}
+    return any(
+        each.name in made
+        and any(info.script.is_inside(call, each) for call in info.reduction_calls)
+        for each in info.script.all(ast.ClassDef)
+    )
 
 
 def _uses(info: ScriptInfo, name: str, *, is_meter: bool) -> Iterator[ast.expr]:

@@ -41,6 +41,7 @@ class RankTimes:
     collectives: int = 0
     """The collectives with other ranks in which it was."""
     phases: dict[str, float] = field(default_factory=dict)
+    """The time in each phase, that in collectives and in other phases within it included."""
     computed_in: dict[str, float] = field(default_factory=dict)
     """The time in each phase without that in collectives and in phases within it."""
 
@@ -110,8 +111,6 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
     intervals: dict[int, list[_Interval]] = {rank: [] for rank in ranks}
     for event in events:
         if event["cat"] == "phase":
-            phases = times[event["pid"]].phases
-            phases[event["name"]] = phases.get(event["name"], 0.0) + _seconds(event, begin)
             stop = event["ts"] + event["dur"]
             intervals[event["pid"]].append((max(begin, event["ts"]), stop, event["name"]))
     for members in group_by_collective(events).values():
@@ -132,6 +131,10 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
             late.longest = max(late.longest, (seconds, last["args"]["call"]))
     for rank, of_rank in times.items():
         of_rank.computed_in = _innermost_seconds(intervals[rank])
+        for name in dict.fromkeys(name for *_, name in intervals[rank] if name):
+            of_name = [each for each in intervals[rank] if each[-1] == name]
+            # one within another of its name counts once
+            of_rank.phases[name] = _innermost_seconds(of_name).get(name, 0.0)
     return [*times.values()]
 
 
