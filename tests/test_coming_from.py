@@ -433,6 +433,7 @@ _APEX: dict[str, Check] = {
 }
 _DDP: dict[str, Check] = {
     "torchrun --nproc-per-node 2 train.py": by_launching,
+    "mp.spawn(main, args=(2,), nprocs=2)": by_launching,
     'dist.init_process_group("nccl")': waits,
     "torch.cuda.set_device(local_rank)": waits,
     "dist.get_rank()": rank,

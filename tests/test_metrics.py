@@ -69,7 +69,7 @@ def test_rows_are_gathered_without_gradient_and_a_scalar_has_none() -> None:
     assert not gathered.requires_grad
     with pytest.raises(ValueError, match="one row for each sample; got a scalar"):
         instep.gather_rows(rows.sum())
-    with pytest.raises(TypeError, match="for each sample, not list"):
+    with pytest.raises(TypeError, match="for each sample, not list: call it for each"):
         instep.gather_rows([rows])
 
 

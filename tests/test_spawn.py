@@ -40,6 +40,12 @@ def test_no_descriptor_is_left_open():
     assert len({len(spawn()) for _ in range(3)}) == 1
 
 
+def test_a_function_that_takes_other_arguments_is_refused_before_a_rank_starts():
+    with pytest.raises(TypeError, match=r"place: .* calls it with the local rank, and then with"):
+        instep.spawn(place)
+    assert instep.spawn(max, (3, 2), nprocs=1) == [3]
+
+
 def test_the_traceback_of_the_rank_that_failed_is_raised_here():
     with pytest.raises(RankFailedError) as raised:
         instep.spawn(place, ("word", 1), nprocs=2)

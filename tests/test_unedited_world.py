@@ -205,9 +205,10 @@ def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) ->
     done = place.run("n2", *RUN, "2", place.script(DISTRIBUTED))
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == (
-        "instep: every rank runs this script as it is, since it takes RANK for granted. If it "
-        "gives each rank a part of the data, its batch is 2 times larger, with 1/2 of the steps; "
-        "if it does not, these are 2 identical runs. [INS714]\n"
+        "instep: every rank runs this script as it is, since it takes RANK for granted. If each "
+        "rank takes batches of one process's size from a part of the data, the batch is 2 times "
+        "larger, with 1/2 of the steps; if each takes all data, these are 2 identical runs. "
+        "[INS714]\n"
     )
     seen = b"(None, False, False) 3.0 2"
     assert place.left("n2") == {"rank0": seen, "rank1": seen}
@@ -218,7 +219,7 @@ def test_where_that_is_certain_it_is_left_alone_from_the_beginning(place: Place)
     certain = DISTRIBUTED.replace("if dist.is_available():", "with torch.enable_grad():")
     done = place.run("n2", *RUN, "2", place.script(certain))
     assert (done.returncode, done.stdout) == (0, "")
-    assert "it is, since it starts a process group of its own. If it gives each" in done.stderr
+    assert "it is, since it starts a process group of its own. If each rank takes" in done.stderr
     assert place.left("n2") == {
         "rank0": b"('0', True, False) 3.0 2", "rank1": b"('1', True, False) 3.0 2"
     }  # fmt: skip

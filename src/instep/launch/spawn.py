@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import pickle
@@ -49,9 +50,11 @@ def spawn(
 
     When it returns or raises, no process of the job is left on this host. Raises RankFailedError
     with the traceback of the rank that failed first, CannotSendError, LaunchError if the job
-    cannot start, and KeyboardInterrupt if this process gets SIGINT.
+    cannot start, KeyboardInterrupt if this process gets SIGINT, and TypeError if `fn` does not
+    take these arguments.
     """
     check_size(nprocs, "nprocs")
+    _check_arguments(fn, args)
     if ray is not None:
         return run_actors(fn, args, nprocs, ray)
     with tempfile.TemporaryDirectory(prefix="instep-") as name:
@@ -71,6 +74,20 @@ def spawn(
         if result.first is not None:
             raise RankFailedError(result.report.rstrip(), result.first.rank, result.code)
         return [pickle.loads(result_file(folder, i).read_bytes()) for i in range(nprocs)]
+
+
+def _check_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # unknown, as of many functions written in C
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"{name}: {error}. instep.spawn calls it with the local rank, and then with args."
+        ) from None
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -24,8 +24,9 @@ class BatchEffect(StrEnum):
     """A sentence on the batch of a script that each of `n` ranks runs as it is."""
 
     UNKNOWN = (
-        "If it gives each rank a part of the data, its batch is {n} times larger, with 1/{n} of "
-        "the steps; if it does not, these are {n} identical runs."
+        "If each rank takes batches of one process's size from a part of the data, the batch is "
+        "{n} times larger, with 1/{n} of the steps; if each takes all data, these are {n} "
+        "identical runs."
     )
     PER_RANK = "Its batch is then {n} times larger, with 1/{n} of the steps."
     IDENTICAL = "These are {n} identical runs."

@@ -317,7 +317,8 @@ def _kill_processes() -> None:
 def _starts_training_processes(how: str) -> UneditedError:
     return UneditedError(
         f"this script starts training processes of its own ({how}); on several ranks each "
-        "would start them all. Run it with one rank (-n 1)."
+        "would start them all. Run it with one rank (-n 1), or let the script call the function "
+        "itself, once: `instep run -n N` starts the processes."
     )
 
 
