@@ -208,7 +208,8 @@ def gather_rows(rows: Tensor) -> Tensor:
     if not isinstance(rows, Tensor):
         raise TypeError(
             "gather_rows takes one tensor with one row for each sample, "
-            f"not {type(rows).__name__}: call it for each of several tensors. instep.all_gather_object gathers Python values."
+            f"not {type(rows).__name__}: call it for each of several tensors. "
+            "instep.all_gather_object gathers Python values."
         )
     if rows.dim() == 0:
         raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")
