@@ -1034,7 +1034,7 @@ DRAWS_LINE = (
 NOISY_SCRIPT = """
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 class Noisy(Dataset):
     def __len__(self):
@@ -1046,7 +1046,8 @@ class Noisy(Dataset):
 torch.manual_seed(0)
 np.random.seed(0)
 for workers in (0, 2):
-    for batch in DataLoader(Noisy(), 5, shuffle=True, num_workers=workers):
+    part = Subset(Noisy(), range(23))
+    for batch in DataLoader(part, 5, shuffle=True, num_workers=workers):
         print(batch.squeeze().tolist())
 print(torch.rand(1), np.random.rand())
 """

@@ -250,7 +250,7 @@ def _warn(loader: DataLoader[Any], line: str) -> None:
     """Print a line on rank 0, once for each data set."""
     known = _known(loader)
     if not known.has_warned and get_transport().rank == 0:
-        name = type(loader.dataset).__name__
+        name = _class_name(loader.dataset)
         print_line(f"data set {name}: {line} [INS713]")
     known.has_warned = True
 
@@ -259,12 +259,19 @@ def _mention_draws(dataset: object) -> None:
     """Print a line on rank 0, once in a job."""
     global _has_mentioned_draws
     if not _has_mentioned_draws and get_transport().rank == 0:
-        name = type(dataset).__name__
+        name = _class_name(dataset)
         print_line(
             f"{name} draws random numbers in its samples. They are the same for every N, but not "
             "those of plain Python (--load whole keeps those)."
         )
     _has_mentioned_draws = True
+
+
+def _class_name(dataset: object) -> str:
+    """That of the script's own data set, also where random_split has made a part of it."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset).__name__
 
 
 class WholeBatchIterator:
