@@ -696,6 +696,25 @@ def gradients_of_one_output_with_regard_to_another(log: Log) -> None:
 
 
 @sharded
+def gradients_retained_for_what_a_module_takes(log: Log) -> None:
+    """The comparison of the first call asks for the gradients of its arguments, too."""
+    model, head = mlp(out=8), nn.Linear(8, 3)
+    retained = []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        hidden.retain_grad()
+        retained.append(hidden)
+        loss = F.cross_entropy(head(hidden), y)
+        assert hidden.grad is None
+        return loss
+
+    train(log, model, step, head)
+    for hidden in retained:
+        log.loss(hidden.grad.square().sum())
+
+
+@sharded
 def gradients_of_several_rows_at_once(log: Log) -> None:
     """As torch.autograd.functional.jacobian(vectorize=True) takes them."""
     model = mlp()

@@ -210,8 +210,10 @@ Products = list[list[Tensor | None]]
 
 @contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the script's hooks on the gradients of these are not called."""
+    """Inside, the script's hooks on the gradients of these are not called, and what they retain
+    of their gradients (`retain_grad`) stays as it is."""
     hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := hooks_of(x))]
+    retained = [(x, x.grad) for x in tensors if x.retains_grad]
     for hooks, _ in hooked:
         hooks.clear()
     try:
@@ -219,6 +221,8 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in hooked:
             hooks.update(kept)
+        for x, grad in retained:
+            x.grad = grad
 
 
 @dataclass(frozen=True)
