@@ -17,6 +17,7 @@ def pytest_configure() -> None:
     """A shell tells what it runs in the background to ignore SIGINT, and nohup SIGHUP; the children
     must not."""
     os.environ.setdefault("INSTEP_DIVIDE", "always")  # most models here are too small to gain
+    os.environ.setdefault("INSTEP_ARRIVAL_NOTICE", "100")  # no line on a slow host's start
     # A thread of OpenMP that waits for work takes no core from the other tests.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     # Unbuffered, a line of rank 0's goes out piece by piece, with other ranks' lines in between.
