@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import instep
+import instep.compat.apex.parallel as apex
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
 from pool import ranks, run
@@ -197,6 +198,72 @@ def test_a_rank_without_rows_leaves_no_trace():
     (one,) = run(1, ghosted)
     for found in run(3, ghosted):
         assert torch.allclose(torch.tensor(found), torch.tensor(one), atol=1e-6)
+
+
+LABELS = torch.tensor([0, 1, -1, 1, -1, -1, 0, 1, 1, 0, 0])
+LOSSES = {
+    "mean": lambda out, y: (out.square().mean(), None),
+    "sum of outputs": lambda out, y: (out[:, :1].sum(), "a sum"),
+    "sum over a number": lambda out, y: (out.square().sum() / 16, "a sum"),
+    "sum of rows": lambda out, y: (out.square().sum(1).sum(0), "a sum"),
+    "sum over rows": lambda out, y: (out.square().sum() / len(out), None),
+    "kept rows": lambda out, y: (kept(out, y), (y != -1).sum()),
+}
+
+
+def kept(out, y):
+    return nn.functional.cross_entropy(out, y, ignore_index=-1)
+
+
+def gradients_of(name, average, is_stated):
+    """The gradients of batches of 4, 4 and 3 rows, and whether a warning says that a divisor is
+    not stated."""
+    torch.manual_seed(3)
+    inner = nn.Linear(6, 2)
+    model, synchronize = average(inner)
+    gradients = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, labels in instep.shard(DataLoader(TensorDataset(data(11)[:][0], LABELS), 4)):
+            inner.zero_grad()
+            loss, divisor = LOSSES[name](model(inputs), labels)
+            if is_stated and divisor is not None:
+                instep.weight(None if divisor == "a sum" else divisor)
+            loss.backward()
+            synchronize()
+            gradients.append(inner.weight.grad.clone())
+    return gradients, any("INS716" in str(each.message) for each in told)
+
+
+def by_horovod(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters()).synchronize
+
+
+def by_apex(model):
+    return apex.DistributedDataParallel(model), lambda: None
+
+
+def averaged(name, average, is_stated):
+    with initialized():
+        return gradients_of(name, average, is_stated)
+
+
+@pytest.mark.parametrize("average", [by_horovod, by_apex])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_average_has_the_weight_of_what_its_loss_divides_by(name, average):
+    """A sum has none unless it is stated: its average is an N-th of one process's, as without
+    instep. Where the divisors are others than the rows, a warning says so."""
+    (one,) = run(1, averaged, name, average, False)
+    for size in (2, 3):
+        unstated, stated = (run(size, averaged, name, average, each)[0] for each in (False, True))
+        divisor = size if name in ("sum of outputs", "sum over a number", "sum of rows") else 1
+        for k, expected in enumerate(one[0]):
+            assert torch.allclose(stated[0][k], expected, atol=1e-6), k
+            if name != "kept rows":
+                assert torch.allclose(unstated[0][k], expected / divisor, atol=1e-6), k
+        assert unstated[1] == (name == "kept rows")
+        assert not stated[1]
 
 
 # -------------------------------------------------------------------------- the optimizer's life

@@ -232,6 +232,11 @@ def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
             model.zero_grad()
             model(x).expand(-1, 2).sum().backward()  # an average of sums, as without instep
             grads.append(model.module.weight.grad.item())
+            model.zero_grad()
+            loss = model(x).sum() / 4
+            instep.weight(None)  # a sum, of the whole batch
+            loss.backward()
+            grads.append(model.module.weight.grad.item())
         tell(rank, *grads)
         dist.destroy_process_group()
     """)
@@ -241,7 +246,7 @@ def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
     environ = launch.environ | dict.fromkeys(of_torch, str(launch.folder))
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert launch.events(2) == [[rank, 6.0, 15.0, 12.0, 6.0] for rank in range(2)]
+    assert launch.events(2) == [[rank, 6.0, 15.0, 3.75, 12.0, 6.0, 1.5] for rank in range(2)]
 
 
 @pytest.mark.parametrize(

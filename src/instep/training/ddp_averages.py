@@ -17,6 +17,11 @@ from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import DDP_BEFORE_FORWARD
 from instep.training import gradients
+from instep.training.losses.averages import (
+    GradientAverage,
+    externally_averaged,
+    zero_if_placeholder,
+)
 
 _weighted: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -40,8 +45,8 @@ def _before_forward(
 ) -> Any:
     if model not in _weighted and model.process_group is dist.group.WORLD:
         _weighted.add(model)
-        token = object()  # what holds the parameters would keep them for ever
+        average = GradientAverage()  # what holds the parameters would keep them for ever
         for parameter in filter(lambda each: each.requires_grad, model.module.parameters()):
-            gradients.externally_averaged[parameter] = token
-            parameter.register_hook(gradients.zero_if_placeholder)
+            externally_averaged[parameter] = average
+            parameter.register_hook(zero_if_placeholder)
     return original(model, *args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
@@ -26,7 +25,6 @@ from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, roots_of
 from instep.training.batches import progress, registry
-from instep.training.blocks import Block
 from instep.training.buckets.reducer import (
     BackwardState,
     is_reducing,
@@ -37,8 +35,9 @@ from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
+from instep.training.losses import averages
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import are_sums, check_divisors, is_first_uneven
+from instep.training.losses.divisors import check_divisors, is_first_uneven
 
 T = TypeVar("T")
 
@@ -46,11 +45,6 @@ _sync = True
 _accumulating: tuple[object, int] | None = None
 """The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
 batches had been loaded when it got it."""
-
-externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose gradients Horovod or DDP averages over ranks. Those of one optimizer or model
-have the same value. The gradient of a mean over this rank's rows is weighted by its fraction of the
-batch times the number of ranks."""
 
 
 @contextmanager
@@ -135,7 +129,8 @@ def weight(count: Tensor | float | None) -> None:
             `instep.world_size`, since every rank adds it).
 
     It is the weight of that one forward. If the loss has terms of several forwards, state it after
-    each of them, or call backward for each term.
+    each of them, or call backward for each term. Of a model whose gradients DDP, Horovod or Apex
+    averages, it is the weight of the next backward.
 
     A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
     where gradients are disabled, as they were in the last forward.
@@ -148,11 +143,20 @@ def weight(count: Tensor | float | None) -> None:
     if not torch.is_grad_enabled() and (latest is None or not latest.needs_gradients):
         return  # not collective: a rank without rows may have skipped the batch
     call = forward_calls.last_trained()
-    if call is None:
+    is_averaged = bool(averages.externally_averaged) and (call is None or call.had_backward)
+    if is_averaged:
+        call = ForwardCall(forward_calls.current_candidates())
+    elif call is None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
         )
     call.has_unused_weight = call.had_backward
+    _state_weight(call, count)
+    if is_averaged:
+        averages.state_weight(_weight(call))
+
+
+def _state_weight(call: ForwardCall, count: Tensor | float | None) -> None:
     if count is None:
         call.weight, call.weights = (0.0 if call.is_placeholder else 1.0), None
         return
@@ -189,7 +193,7 @@ def backward(
     nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
-    if nested or not (reducer_of or _has_replicas_without_parameters() or _unequal_block()):
+    if nested or not (reducer_of or _has_replicas_without_parameters() or averages.current_block()):
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
@@ -218,12 +222,6 @@ PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 """For all backward passes of this process."""
 
 
-def zero_if_placeholder(grad: Tensor) -> Tensor | None:
-    """Zeros on a rank without rows, which computes the gradient of a placeholder."""
-    call = forward_calls.current()
-    return torch.zeros_like(grad) if call is not None and call.is_placeholder else None
-
-
 def _check_outer_backward(roots: tuple[Root, ...]) -> None:
     if not is_reducing() and reducer_of and find_calls(roots, reducer_of)[1]:
         raise TrainingError(
@@ -238,27 +236,20 @@ def _has_replicas_without_parameters() -> bool:
     return bool(forward_calls.replica_of_part) and get_transport().size > 1
 
 
-def _unequal_block() -> Block | None:
-    """This rank's block, if gradients are averaged later and it is not an N-th of its batch."""
-    block = forward_calls.current_candidates().resolve() if externally_averaged else None
-    return None if block is None or block.count * block.size == block.total else block
-
-
 def _backward_of_averages(
     original: Function, roots: tuple[Root, ...], grad_tensors: Any, rest: tuple[Any, ...]
 ) -> None:
-    """Backward of a graph without a replica: gradients that are averaged later get their weight,
-    but those of a sum, whose average does not depend on how the rows are divided."""
-    block = _unequal_block()
-    if block is None or not find_calls(roots, externally_averaged)[1]:
+    """Backward of a graph without a replica: gradients that are averaged later get their weight."""
+    block = averages.current_block()
+    weight = None if block is None else averages.find_weight(roots, block, get_transport())
+    if weight is None:
         original(roots, grad_tensors, *rest)
         return
     forward_calls.push(ForwardCall.of(block))
     try:
-        weight = 1.0 if are_sums(roots) else block.count * block.size / block.total
         original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)
     finally:
-        forward_calls.pop()
+        forward_calls.drop()
         registry.end_step()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.basics import ProcessSet, session
+from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import CallOrderError
 from instep.compat.horovod.handles import Handle, JoinedHandle
@@ -23,6 +23,11 @@ from instep.process.patching import PatchHandle
 from instep.training import gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors
 from instep.training.buckets.reducer import reducer_of
+from instep.training.losses.averages import (
+    GradientAverage,
+    externally_averaged,
+    zero_if_placeholder,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ class GradientAverager:
         self._bucket_of: dict[int, _Bucket] = {}
         self._planned: set[int] = set()
         self._session = session()
-        self._token = object()
+        self._average = GradientAverage(
+            is_of_all_ranks=options.process_set is global_process_set, is_mean=options.op == Average
+        )
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
         PatchHandle([gradients.PATCH])
@@ -128,10 +135,10 @@ class GradientAverager:
     # ------------------------------------------------------------------------ during backward
 
     def _hook(self, index: int, parameter: Tensor) -> None:
-        gradients.externally_averaged[parameter] = self._token
+        externally_averaged[parameter] = self._average
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
-        parameter.register_hook(gradients.zero_if_placeholder)
+        parameter.register_hook(zero_if_placeholder)
         # The garbage collector does not see what a tensor's hooks hold: with a reference to this
         # object, which holds the parameters, none of them would ever be freed.
         reference = weakref.ref(self)
@@ -147,7 +154,7 @@ class GradientAverager:
     def _on_grad(self, index: int) -> None:
         """A backward has added to this parameter's gradient (autograd calls this)."""
         parameter = self._parameters[index]
-        if gradients.externally_averaged[parameter] is not self._token:
+        if externally_averaged[parameter] is not self._average:
             return  # a later optimizer averages it
         if self._done[index] >= self.passes:
             name = self._names[parameter]

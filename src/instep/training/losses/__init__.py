@@ -1,1 +1,1 @@
-"""The losses of replicas: those that an optimizer's closure returns, and what they divide by."""
+"""What losses divide by, the weights of averaged ones, and the losses of optimizers' closures."""

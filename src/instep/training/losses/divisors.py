@@ -7,11 +7,13 @@ the sum of class weights, the tokens that are kept, or nothing. PyTorch's nodes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.flight_record.script_line import warn_at_script_line
@@ -23,11 +25,23 @@ from instep.training.forward_calls import depends_on_call
 
 _LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
 _ELEMENTWISE = ("Mul", "Div", "Exp", "Log", "Pow", "Sqrt", *_LINEAR)
+_OF_PARAMETERS = ("Abs", "Cat", "T", "Transpose", "LinalgVectorNorm", "Norm", "Sum", "Stack")
+"""What penalties on parameters are computed by, too."""
 _SUM, _MEAN = 2, 1
 """What torch's losses save as their reduction."""
 _NONE = -1.0
 _warned: set[tuple[str, str]] = set()
 _met_uneven: WeakSet[object] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a term of a loss divides by."""
+
+    value: float | None
+    """None for a sum that is not divided."""
+    is_of_sum: bool = False
+    """Whether the term is a sum, divided or not, and no mean."""
 
 
 def is_first_uneven(replica: object, block: Block) -> bool:
@@ -53,30 +67,60 @@ def check_divisors(roots: Iterable[Root], rows: int, total: int, transport: Tran
     Collective.
     """
     whole = None if rows == total else float(total)
-    found = [each for root in roots for each in _divisors(node_of(root), whole)] if rows else []
-    ratios = [divisor / rows for divisor in found if divisor is not None]
-    mine = [None in found, min(ratios, default=_NONE), max(ratios, default=_NONE)]
+    found = _divisors_of(roots, whole) if rows else []
+    ratios = [number / rows for number in _numbers(found)]
+    sums_here = any(each.value is None for each in found)
+    mine = [sums_here, min(ratios, default=_NONE), max(ratios, default=_NONE)]
     sums, *bounds = zip(*gather_values(mine, transport), strict=True)
     if any(sums):
         _warn("is a sum over rows", "instep.weight(None)")
     elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
-        _warn(
-            "does not divide by its rows (the ranks' divisors are not in proportion to their rows)",
-            "instep.weight((y != ignore_index).sum()), for example; instep.weight(None), if it is "
-            "a sum, also one that is divided by a constant",
-        )
+        _warn_of_divisor()
 
 
-def are_sums(roots: Iterable[Root]) -> bool:
-    """Whether these are sums, of which no term is a mean."""
-    found = [
-        each for root in roots for each in _divisors(node_of(root), None, lambda reduction: True)
-    ]
-    return bool(found) and all(divisor is None for divisor in found)
+def find_averaged(roots: Iterable[Root], rows: int) -> list[Divisor]:
+    """What the terms of a loss divide by whose gradients are averaged, without penalties on the
+    parameters. How many, and of what kind, depends on the script alone; `rows` are at least 1."""
+    return _divisors_of(roots, None, lambda node: not _is_penalty(node), is_one_row=rows == 1)
+
+
+def have_weight_of_rows(found: list[Divisor], rows: int, transport: Transport) -> bool | None:
+    """Whether a rank's gradient has the weight of its rows in the average of a loss that divides by
+    these: not if all ranks divide sums by the same number. None where ranks that have rows have
+    equally many.
+
+    Warns, once for each line, where the weight is another one. Collective.
+    """
+    numbers = _numbers(found) if rows else []
+    ratios = [each / rows for each in numbers]
+    mine = [bound(each, default=_NONE) for each in (ratios, numbers) for bound in (min, max)]
+    gathered = zip(*gather_values(mine, transport), strict=True)
+    bounds = [[each for each in bound if each != _NONE] for bound in gathered]
+    in_proportion, equal = not any(map(_differ, bounds[:2])), not any(map(_differ, bounds[2:]))
+    if in_proportion:
+        return None if equal else True
+    if equal and all(each.is_of_sum for each in found):
+        return False
+    _warn_of_divisor()
+    return True
+
+
+def _numbers(found: list[Divisor]) -> list[float]:
+    """Those that are finite: a term that is multiplied by 0 divides by infinity."""
+    values = (each.value for each in found)
+    return [each for each in values if each is not None and math.isfinite(each)]
 
 
 def _differ(numbers: list[float]) -> bool:
     return any(not math.isclose(each, numbers[0], rel_tol=1e-5) for each in numbers)
+
+
+def _warn_of_divisor() -> None:
+    _warn(
+        "does not divide by its rows (the ranks' divisors are not in proportion to their rows)",
+        "instep.weight((y != ignore_index).sum()), for example; instep.weight(None), if it is "
+        "a sum, also one that is divided by a constant",
+    )
 
 
 def _warn(what: str, call: str) -> None:
@@ -89,30 +133,64 @@ def _warn(what: str, call: str) -> None:
         )
 
 
-def _divisors(
-    root: Any, total: float | None, counts: Callable[[Any], bool] = depends_on_call
-) -> Iterator[float | None]:
+def _divisors_of(
+    roots: Iterable[Root],
+    total: float | None,
+    counts: Callable[[Any], bool] = depends_on_call,
+    is_one_row: bool = False,
+) -> list[Divisor]:
     """What the terms of a loss divide by whose reduction `counts`, by default those that come from
-    a replica; None for a sum, also one that is divided by `total`."""
-    stack: list[tuple[Any, float | None]] = [(root, None)]
+    a replica. A sum that is divided by `total` counts as one that is not divided. For one row the
+    sum of one number is a sum over rows, too, unless what it is computed from has a reduction."""
+    found = []
+    stack: list[tuple[Any, float | None]] = [(node_of(root), None) for root in roots]
     seen = set()
     while stack:
         node, divisor = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        found, is_reduction = _divisor_of(node, divisor)
-        if is_reduction:
+        each = _divisor_of(node, divisor)
+        if each is None and is_one_row and _sums_one_number(node):
+            inner = [GradientEdge(child, 0) for child in _children(node)]
+            if _divisors_of(inner, total, counts, is_one_row):
+                stack += [(child, divisor) for child in _children(node)]
+                continue
+            each = Divisor(divisor, is_of_sum=True)
+        if each is not None:
             if counts(node) and not _reduces_stack(node):
-                is_sum = found == total is not None and _summed_elements(node) != total
-                yield None if is_sum else found
+                is_sum = each.value == total is not None and _summed_elements(node) != total
+                found.append(Divisor(None, is_of_sum=True) if is_sum else each)
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other
-            if isinstance(other, Tensor) and other.numel() == 1 and other:
-                factor = other.item() if node.name().startswith("Div") else 1 / other.item()
+            if isinstance(other, Tensor) and other.numel() == 1:
+                number = other.item() or math.inf
+                factor = number if node.name().startswith("Div") or not other else 1 / number
                 stack.append((next_nodes(node)[0], factor * (divisor or 1.0)))
         elif node.name().startswith(_LINEAR):
             stack += [(child, divisor) for child in next_nodes(node)]
+    return found
+
+
+def _sums_one_number(node: Any) -> bool:
+    """Whether it adds up one number, in a tensor that has dimensions."""
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    return node.name().startswith("SumBackward") and bool(sizes) and math.prod(sizes) == 1
+
+
+def _is_penalty(node: Any) -> bool:
+    """Whether a reduction is of parameters only, and not of what a model has computed."""
+    stack = _children(node)
+    while stack:
+        each = stack.pop()
+        if hasattr(each, "variable"):
+            continue
+        other = getattr(each, "_saved_other", None)
+        has_data = None in next_nodes(each) and (other is None or other.dim() > 0)
+        if has_data or not each.name().startswith((*_ELEMENTWISE, *_OF_PARAMETERS)):
+            return False
+        stack += _children(each)
+    return True
 
 
 def _reduces_stack(node: Any) -> bool:
@@ -121,7 +199,7 @@ def _reduces_stack(node: Any) -> bool:
     while level:
         for each in level:
             if each.name().startswith("Stack"):
-                return any(_divisor_of(term, None)[1] for term in _children(each))
+                return any(_divisor_of(term, None) is not None for term in _children(each))
         level = [
             child
             for each in level
@@ -145,16 +223,28 @@ def _children(node: Any) -> list[Any]:
     return [each for each in next_nodes(node) if each is not None]
 
 
-def _divisor_of(node: Any, divisor: float | None) -> tuple[float | None, bool]:
+def _divisor_of(node: Any, divisor: float | None) -> Divisor | None:
     """What this node divides by, if it is a reduction; `divisor`: what its sum is divided by."""
-    if hasattr(node, "_saved_self_sym_sizes") and node.name() == "SumBackward0":
-        return divisor, math.prod(node._saved_self_sym_sizes) > 1
-    if node.name() == "MeanBackward0":
-        return float(node._saved_self_sym_numel), True
+    if node.name() in ("SumBackward0", "SumBackward1"):
+        is_whole = math.prod(node._saved_self_sym_sizes) > 1 and _reduces_rows(node)
+        return Divisor(divisor, is_of_sum=True) if is_whole else None
+    if node.name() in ("MeanBackward0", "MeanBackward1"):
+        return Divisor(float(node._saved_self_sym_numel)) if _reduces_rows(node) else None
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
-        return divisor, True
+        return Divisor(divisor, is_of_sum=True)
     if reduction != _MEAN:
-        return None, False
+        return None
     total = getattr(node, "_saved_total_weight", None)
-    return float(node._saved_self.numel() if total is None else total), True
+    return Divisor(float(node._saved_self.numel() if total is None else total))
+
+
+def _reduces_rows(node: Any) -> bool:
+    """Whether a sum or mean makes one number of its rows, the first dimension."""
+    if not hasattr(node, "_saved_dim"):
+        return True
+    sizes = node._saved_self_sym_sizes
+    signed = (each - 2**64 if each >= 2**63 else each for each in node._saved_dim)
+    reduced = {each % len(sizes) for each in signed} if sizes else set()
+    kept = (size for dim, size in enumerate(sizes) if dim not in reduced)
+    return 0 in reduced and math.prod(kept) == 1

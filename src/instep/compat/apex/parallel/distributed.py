@@ -18,10 +18,17 @@ from instep.distributed.communication.transport import (
     overlap_group,
 )
 from instep.errors import InstepWarning, TrainingError
+from instep.process.patching import PatchHandle
 from instep.process.torch_private import queue_callback
+from instep.training import gradients
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
 from instep.training.buckets.layout import BucketLayout, plan_buckets
+from instep.training.losses.averages import (
+    GradientAverage,
+    externally_averaged,
+    zero_if_placeholder,
+)
 from instep.training.replicas import with_copies
 
 _bucket_numbers = count()
@@ -31,8 +38,9 @@ _bucket_numbers = count()
 class DistributedDataParallel(nn.Module):
     """Apex's wrapper: parameters are rank 0's, gradients are averaged during backward.
 
-    Each rank's loss counts the same, whatever the number of its rows, as in Apex (in
-    `instep.replicate` each row does). Parameters that some ranks do not use are no error.
+    Each rank's loss counts the same, whatever the number of its rows, as in Apex. (Where
+    `instep.shard` made the batches, each row does, as in `instep.replicate`.) Parameters that some
+    ranks do not use are no error.
 
     Args:
         module: any module; parameters only are broadcast, buffers stay each rank's.
@@ -117,10 +125,15 @@ class DistributedDataParallel(nn.Module):
         }
         self._ready: list[set[int]] = [set() for _ in self._buckets]
         """The parameters of each bucket whose gradient this backward has computed."""
+        average = GradientAverage(is_mean=gradient_average)
         for index, parameter in enumerate(self._trained):
+            externally_averaged[parameter] = average
+            parameter.register_hook(zero_if_placeholder)
             parameter.register_post_accumulate_grad_hook(
                 lambda _, index=index: self._on_grad(index)
             )
+        if world.size > 1:
+            PatchHandle([gradients.PATCH])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""

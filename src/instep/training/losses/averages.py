@@ -1,0 +1,119 @@
+"""Losses whose gradients Horovod or DDP averages over ranks, where `instep.shard` divides batches.
+
+An average gives each rank the same weight, though ranks may have unequal numbers of rows. So
+backward gives the loss its weight: that of its rows if it is a mean over them, and that which
+`instep.weight` has stated. A sum has none: its average does not depend on how rows are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.distributed.communication.transport import Transport
+from instep.training import forward_calls
+from instep.training.autograd_graph import Root
+from instep.training.blocks import Block
+from instep.training.forward_calls import find_leaves
+from instep.training.losses.divisors import find_averaged, have_weight_of_rows
+
+
+@dataclass(eq=False)
+class GradientAverage:
+    """How the gradients of one optimizer or model are combined."""
+
+    is_of_all_ranks: bool = True
+    is_mean: bool = True
+    """Whether their sum is divided by the number of ranks."""
+    is_checked: bool = False
+    """Whether the divisors of its losses were compared in a batch that is divided evenly."""
+    is_checked_uneven: bool = False
+    """Whether they were in one that is not."""
+    has_weight_of_rows: bool = True
+    """Whether the last loss that divided sums by numbers had it."""
+
+
+externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters whose gradients Horovod or DDP averages over ranks, with their GradientAverage."""
+_stated: float | None = None
+"""This rank's fraction of the loss that has its backward next, if `instep.weight` has stated it."""
+
+
+def state_weight(fraction: float) -> None:
+    """The next backward of gradients that are averaged has this rank's fraction of its loss."""
+    global _stated
+    _stated = fraction
+
+
+def current_block() -> Block | None:
+    """This rank's rows of the batch in use, if gradients are averaged and it may need a weight.
+
+    Collective in some cases.
+    """
+    if not externally_averaged:
+        return None
+    block = forward_calls.current_candidates().resolve()
+    if block is None or (_stated is None and not _is_uneven(block) and _are_checked()):
+        return None
+    return block
+
+
+def zero_if_placeholder(grad: Tensor) -> Tensor | None:
+    """Zeros on a rank without rows, which computes the gradient of a placeholder."""
+    call = forward_calls.current()
+    return torch.zeros_like(grad) if call is not None and call.is_placeholder else None
+
+
+def find_weight(roots: tuple[Root, ...], block: Block, transport: Transport) -> float | None:
+    """The weight of this rank's loss in the average; None if no averaged gradient is computed.
+
+    Collective where it is not told by this rank's graph alone.
+    """
+    global _stated
+    leaves = find_leaves(roots)
+    found = {externally_averaged[each] for each in leaves if each in externally_averaged}
+    if not found:
+        return None
+    if _stated is not None:
+        fraction, _stated = _stated, None
+        return fraction * (block.size if all(each.is_mean for each in found) else 1)
+    is_uneven = _is_uneven(block)
+    is_due = _note_check(found, is_uneven)
+    if not (is_uneven or is_due):
+        return 1.0
+    divisors = find_averaged(roots, max(block.count, 1))
+    rows = block.count * block.size / block.total if block.total else 0.0
+    if divisors and all(each.value is None for each in divisors):
+        return 1.0
+    divides_sums = any(each.is_of_sum and each.value is not None for each in divisors)
+    if not (is_due or divides_sums) or not all(each.is_of_all_ranks for each in found):
+        return rows
+    has_rows = have_weight_of_rows(divisors, block.count, transport)
+    for each in found:
+        if has_rows is None:
+            has_rows = each.has_weight_of_rows
+        elif is_uneven and divides_sums:
+            each.has_weight_of_rows = has_rows
+    return rows if has_rows else 1.0
+
+
+def _note_check(found: Iterable[GradientAverage], is_uneven: bool) -> bool:
+    """Whether the divisors are compared now: at the first batch of each kind."""
+    is_due = False
+    for each in found:
+        is_due |= not (each.is_checked_uneven if is_uneven else each.is_checked)
+        each.is_checked = True
+        each.is_checked_uneven |= is_uneven
+    return is_due
+
+
+def _is_uneven(block: Block) -> bool:
+    return block.count * block.size != block.total
+
+
+def _are_checked() -> bool:
+    return all(each.is_checked for each in {*externally_averaged.values()})
