@@ -165,7 +165,14 @@ def divided(norm, replicated):
 
 
 @pytest.mark.parametrize(
-    ("norm", "replicated"), [(None, False), (hvd.SyncBatchNorm, False), (nn.BatchNorm1d, True)]
+    ("norm", "replicated"),
+    [
+        (None, False),
+        (hvd.SyncBatchNorm, False),
+        (nn.SyncBatchNorm, False),
+        (nn.SyncBatchNorm, True),
+        (nn.BatchNorm1d, True),
+    ],
 )
 def test_with_instep_dividing_the_batches_it_is_one_process(norm, replicated):
     """46 samples in batches of 12: the last has 10, so ranks hold different shares; of the other
@@ -264,6 +271,30 @@ def test_an_average_has_the_weight_of_what_its_loss_divides_by(name, average):
                 assert torch.allclose(unstated[0][k], expected / divisor, atol=1e-6), k
         assert unstated[1] == (name == "kept rows")
         assert not stated[1]
+
+
+def of_two_loaders():
+    """Apex's average of a loss of one forward, of batches of two loaders, where one is ahead."""
+    with initialized():
+        torch.manual_seed(3)
+        model = apex.DistributedDataParallel(nn.Linear(6, 2))
+        gradients = []
+        loaders = [instep.shard(DataLoader(data(11), size)) for size in (4, 2)]
+        ahead = iter(loaders[1])
+        waiting = next(ahead)
+        for inputs, targets in loaders[0]:
+            model.zero_grad()
+            outputs = model(inputs)
+            waiting = next(ahead, waiting)
+            nn.functional.cross_entropy(outputs, targets).backward()
+            gradients.append(model.module.weight.grad.clone())
+        return gradients
+
+
+def test_an_average_has_the_rows_of_its_forward_where_two_loaders_are_in_use():
+    (one,) = run(1, of_two_loaders)
+    for found in run(3, of_two_loaders):
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, one, strict=True))
 
 
 # -------------------------------------------------------------------------- the optimizer's life

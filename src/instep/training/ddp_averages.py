@@ -17,6 +17,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import DDP_BEFORE_FORWARD
 from instep.training import gradients
+from instep.training.losses import averages
 from instep.training.losses.averages import (
     GradientAverage,
     externally_averaged,
@@ -49,4 +50,6 @@ def _before_forward(
         for parameter in filter(lambda each: each.requires_grad, model.module.parameters()):
             externally_averaged[parameter] = average
             parameter.register_hook(zero_if_placeholder)
+    if model in _weighted:
+        averages.note_forward((args, kwargs))
     return original(model, *args, **kwargs)

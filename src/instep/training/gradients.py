@@ -145,7 +145,7 @@ def weight(count: Tensor | float | None) -> None:
     call = forward_calls.last_trained()
     is_averaged = bool(averages.externally_averaged) and (call is None or call.had_backward)
     if is_averaged:
-        call = ForwardCall(forward_calls.current_candidates())
+        call = ForwardCall(averages.batch())
     elif call is None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +49,10 @@ def session() -> HorovodSession:
     return _session
 
 
+after_init: list[Callable[[], None]] = []
+"""Called in each `init`."""
+
+
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
@@ -79,6 +83,8 @@ def init(
     if (file := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         os.environ.setdefault(settings.TIMELINE.name, file)
     _session = _join()
+    for function in after_init:
+        function()
     if os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"):
         timeline_file.mark_cycles()
     atexit.register(shutdown)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
+from typing import Any
 
-from instep.compat.horovod.basics import size
+from torch import Tensor
+from torch.nn.modules import batchnorm as torch_batchnorm
+
+from instep.compat.horovod.basics import after_init, is_initialized, size
 from instep.compat.horovod.gather_broadcast import allgather
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
 from instep.compat.horovod.reductions import allreduce_async_
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm
+from instep.training.forward_calls import replica_of_part
 from instep.training.normalization.batchnorm import normalize
 
 
@@ -46,3 +52,19 @@ class _NegotiatedTransport:
     def all_reduce(self, tensor: Tensor, op: str) -> Handle:
         """The sum, in place."""
         return allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum)
+
+
+def _of_all_ranks(original: Function, module: BatchNorm, x: Tensor) -> Any:
+    """nn.SyncBatchNorm on the CPU, where torch refuses it in a process group: Horovod has none."""
+    is_ours = x.is_cpu and is_initialized() and module not in replica_of_part
+    if not is_ours or not (module.training or not module.track_running_stats) or size() == 1:
+        return original(module, x)
+    return normalize(module, x, _NegotiatedTransport())
+
+
+@functools.cache
+def _follow_torch() -> None:
+    PatchHandle([Patch(torch_batchnorm.SyncBatchNorm, "forward", _of_all_ranks, compile="skip")])
+
+
+after_init.append(_follow_torch)

@@ -17,8 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root
+from instep.training.batches import progress
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.registry import find_candidates
 from instep.training.blocks import Block
-from instep.training.forward_calls import find_leaves
+from instep.training.forward_calls import current_candidates, find_leaves
 from instep.training.losses.divisors import find_averaged, have_weight_of_rows
 
 
@@ -41,6 +44,10 @@ externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients Horovod or DDP averages over ranks, with their GradientAverage."""
 _stated: float | None = None
 """This rank's fraction of the loss that has its backward next, if `instep.weight` has stated it."""
+_forwards: dict[tuple[Block | None, ...], BatchCandidates] = {}
+"""The batches of the models' forwards since the last one that had a backward."""
+_loaded_at_backward: int | None = None
+"""How many batches had been loaded at the first backward after these; None before it."""
 
 
 def state_weight(fraction: float) -> None:
@@ -49,14 +56,35 @@ def state_weight(fraction: float) -> None:
     _stated = fraction
 
 
+def note_forward(inputs: object) -> None:
+    """A model whose gradients are averaged is called with these."""
+    global _loaded_at_backward
+    candidates = find_candidates(inputs)
+    if not torch.is_grad_enabled():
+        return
+    if _loaded_at_backward is not None:
+        _forwards.clear()
+        _loaded_at_backward = None
+    _forwards[candidates.blocks] = candidates
+
+
+def batch() -> BatchCandidates:
+    """That of the forwards before this backward; the one in use now if they show none."""
+    return next(iter(_forwards.values())) if len(_forwards) == 1 else current_candidates()
+
+
 def current_block() -> Block | None:
-    """This rank's rows of the batch in use, if gradients are averaged and it may need a weight.
+    """This rank's rows of a backward's batch, if gradients are averaged and it may need a weight.
 
     Collective in some cases.
     """
+    global _loaded_at_backward
     if not externally_averaged:
         return None
-    block = forward_calls.current_candidates().resolve()
+    if _loaded_at_backward not in (None, progress.current.loaded):
+        _forwards.clear()  # it is of another batch, and no forward has told which
+    _loaded_at_backward = progress.current.loaded
+    block = batch().resolve()
     if block is None or (_stated is None and not _is_uneven(block) and _are_checked()):
         return None
     return block

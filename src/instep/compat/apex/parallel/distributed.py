@@ -24,6 +24,7 @@ from instep.training import gradients
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
 from instep.training.buckets.layout import BucketLayout, plan_buckets
+from instep.training.losses import averages
 from instep.training.losses.averages import (
     GradientAverage,
     externally_averaged,
@@ -137,6 +138,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
+        averages.note_forward((args, kwargs))
         return self.module(*args, **kwargs)
 
     def enable_allreduce(self) -> None:
