@@ -367,3 +367,33 @@ def test_a_step_by_hand_in_half_precision(flat) -> None:
     for each, parameter in zip(own, oracle.parameters(), strict=True):
         torch.testing.assert_close(each.float(), parameter, rtol=1e-3, atol=1e-3)
     assert fp16_utils.to_python_float(torch.tensor(2.5)) == fp16_utils.to_python_float([2.5])
+
+
+def test_a_model_in_half_precision_keeps_batch_normalisation_with_weights() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
+    model = fp16_utils.FP16Model(network)
+    dtypes = [*(each.dtype for each in model.parameters()), network[2].running_mean.dtype]
+    half, single = torch.float16, torch.float32
+    assert dtypes == [half, half, single, single, half]
+    assert network[2].num_batches_tracked.dtype is torch.int64
+    assert model.eval()(torch.randn(2, 4)).dtype is half
+    assert fp16_utils.convert_network(network, single) is network
+    assert network[0].weight.dtype is single
+
+
+def test_a_loss_scale_shrinks_on_overflow_and_grows_after_a_window() -> None:
+    scaler = fp16_utils.DynamicLossScaler(init_scale=8.0, scale_window=2)
+    weight = nn.Parameter(torch.ones(2))
+    scales = []
+    for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
+        weight.grad = None
+        scaler.backward((weight * factor).sum())
+        overflow = scaler.has_overflow([weight])
+        assert overflow or torch.equal(weight.grad, torch.full((2,), scaler.loss_scale))
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
+    constant = fp16_utils.LossScaler(4.0)
+    constant.update_scale(constant.has_overflow([weight]))
+    (scaled,) = constant.scale_gradient(nn.Identity(), (torch.ones(1),), ())
+    assert (constant.loss_scale, scaled.item()) == (4.0, 4.0)

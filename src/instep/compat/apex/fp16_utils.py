@@ -5,7 +5,7 @@ FP16_Optimizer is refused: `amp.initialize(model, optimizer, opt_level="O2")` do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,13 @@ from instep.training.amp.errors import PrecisionError
 
 __all__ = [
     "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
     "FP16_Optimizer",
+    "LossScaler",
     "clip_grad_norm",
+    "convert_module",
+    "convert_network",
     "master_params_to_model_params",
     "model_grads_to_master_grads",
     "network_to_half",
@@ -42,6 +47,37 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # Apex's na
         if isinstance(each, BatchNorm):
             each.float()
     return module
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point parameters and buffers of a module, without those of its parts."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model in place but for batch normalisation with weights; returns the model."""
+    for module in network.modules():
+        if not (isinstance(module, BatchNorm) and module.affine):
+            convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A model in float16 but for batch normalisation; it casts the tensors that it is given."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The model's own."""
+        return self.network(*(each.half() for each in inputs))
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
@@ -105,3 +141,66 @@ class FP16_Optimizer:  # noqa: N801  # Apex's name
             "apex.fp16_utils.FP16_Optimizer is not there. "
             'amp.initialize(model, optimizer, opt_level="O2") keeps float32 master weights.'
         )
+
+
+class LossScaler:
+    """A loss scale that stays as it is."""
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What a loss is multiplied by."""
+        return self.cur_scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """False: a scale that is chosen once is never too large."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing."""
+
+    def scale_gradient(
+        self, module: nn.Module, grad_in: Sequence[Tensor], grad_out: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The gradients of a module's inputs, scaled: a backward hook."""
+        return tuple(self.loss_scale * grad for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Call backward on the scaled loss."""
+        torch.autograd.backward(loss * self.loss_scale, retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that shrinks when a gradient is not finite, and grows when none was for long.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: what it shrinks and grows by; it does not go below 1.
+        scale_window: after so many steps without overflow it grows.
+    """
+
+    def __init__(
+        self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
+    ) -> None:
+        super().__init__(init_scale)
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient has a number that is not finite. Ranks that share their gradients
+        find the same."""
+        grads = [each.grad for each in params if each.grad is not None]
+        return not all(bool(grad.isfinite().all()) for grad in grads)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Count a step, and change the scale."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
