@@ -501,6 +501,21 @@ def test_ranks_that_have_no_parent_in_common_meet_as_under_horovodrun(folder):
     assert notes(folder) == []
 
 
+@pytest.mark.parametrize("failing", ["1 / 0", "import instep; instep.init()"])
+def test_an_error_of_a_program_in_this_process_shows_its_own_lines_only(tmp_path, failing):
+    (tmp_path / "here.py").write_text(f"{failing}\n")
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    alone |= {"MASTER_PORT": str(free_port()), "INSTEP_TIMEOUT": "1"}
+    environ = environment() | (alone if "init" in failing else {})
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "here.py"],
+        cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    places = [line for line in ran.stderr.splitlines() if line.startswith("  File ")]
+    assert places == [f'  File "{tmp_path}/here.py", line 1, in <module>'], ran.stderr
+
+
 PLACE = """
 import sys
 from instep.distributed.identity.launchers import detect, endpoint

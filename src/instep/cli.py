@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import os
 import resource
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import pairwise
+from types import TracebackType
 from typing import Any, NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch.worker import local_rank_argument
 from instep.process import print_line
 from instep.process.exit_status import system_exit_code
+from instep.process.tracebacks import trim_traceback
 from instep.version import __version__
 
 COMMANDS = {
@@ -179,6 +182,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this command itself
     begun: list[bool] = []
+    sys.excepthook = functools.partial(_print_trimmed, sys.excepthook)
     try:
         program.run_program(words, plain=plain, begin=lambda: begun.append(True))
     except LaunchError as error:
@@ -190,6 +194,17 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
             program.failing(f"SystemExit: {leaving.code}")
         raise
     return 0
+
+
+def _print_trimmed(
+    hook: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    """For sys.excepthook: the script's traceback, without the frames that have run the script."""
+    trim_traceback(error)
+    hook(kind, error, error.__traceback__)
 
 
 def _refuse(error: Exception | str) -> int:
