@@ -7,8 +7,8 @@ backward gives the loss its weight: that of its rows if it is a mean over them, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from instep.training.blocks import Block
 from instep.training.forward_calls import current_candidates, find_leaves
 from instep.training.losses.divisors import find_averaged, have_weight_of_rows
 
+_unchecked: WeakSet[GradientAverage] = WeakSet()
+"""Those of whose losses the divisors were not compared in any batch."""
+
 
 @dataclass(eq=False)
 class GradientAverage:
@@ -32,12 +35,13 @@ class GradientAverage:
     is_of_all_ranks: bool = True
     is_mean: bool = True
     """Whether their sum is divided by the number of ranks."""
-    is_checked: bool = False
-    """Whether the divisors of its losses were compared in a batch that is divided evenly."""
     is_checked_uneven: bool = False
-    """Whether they were in one that is not."""
+    """Whether the divisors of its losses were compared in a batch that is divided unevenly."""
     has_weight_of_rows: bool = True
     """Whether the last loss that divided sums by numbers had it."""
+
+    def __post_init__(self) -> None:
+        _unchecked.add(self)
 
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -85,7 +89,7 @@ def current_block() -> Block | None:
         _forwards.clear()  # it is of another batch, and no forward has told which
     _loaded_at_backward = progress.current.loaded
     block = batch().resolve()
-    if block is None or (_stated is None and not _is_uneven(block) and _are_checked()):
+    if block is None or (_stated is None and not (_is_uneven(block) or _unchecked)):
         return None
     return block
 
@@ -129,19 +133,14 @@ def find_weight(roots: tuple[Root, ...], block: Block, transport: Transport) -> 
     return rows if has_rows else 1.0
 
 
-def _note_check(found: Iterable[GradientAverage], is_uneven: bool) -> bool:
+def _note_check(found: set[GradientAverage], is_uneven: bool) -> bool:
     """Whether the divisors are compared now: at the first batch of each kind."""
-    is_due = False
+    is_due = any(not each.is_checked_uneven if is_uneven else each in _unchecked for each in found)
+    _unchecked.difference_update(found)
     for each in found:
-        is_due |= not (each.is_checked_uneven if is_uneven else each.is_checked)
-        each.is_checked = True
         each.is_checked_uneven |= is_uneven
     return is_due
 
 
 def _is_uneven(block: Block) -> bool:
     return block.count * block.size != block.total
-
-
-def _are_checked() -> bool:
-    return all(each.is_checked for each in {*externally_averaged.values()})
