@@ -259,11 +259,14 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     from instep.training import forward_calls
     from instep.training.batches import registry
     from instep.training.buckets import reducer
+    from instep.training.losses import averages
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
     registry.reset()
     scopes._entered = 0
     reducer._unfinished.clear()
+    averages.externally_averaged.clear()  # hooks of their parameters keep Apex's models
+    averages._forwards.clear()
     forward_calls._last = forward_calls._last_trained = None
     try:
         body: Any = importlib.import_module(module)

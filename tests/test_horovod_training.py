@@ -17,6 +17,7 @@ import instep
 import instep.compat.apex.parallel as apex
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
+from instep.training.losses import divisors
 from pool import ranks, run
 
 pytestmark = pytest.mark.slow
@@ -226,6 +227,7 @@ def gradients_of(name, average, is_stated):
     """The gradients of batches of 4, 4 and 3 rows, and whether a warning says that a divisor is
     not stated."""
     torch.manual_seed(3)
+    divisors._warned.clear()  # of other cases, in the same line
     inner = nn.Linear(6, 2)
     model, synchronize = average(inner)
     gradients = []
@@ -271,6 +273,27 @@ def test_an_average_has_the_weight_of_what_its_loss_divides_by(name, average):
                 assert torch.allclose(unstated[0][k], expected / divisor, atol=1e-6), k
         assert unstated[1] == (name == "kept rows")
         assert not stated[1]
+
+
+def aside(averages_before):
+    """The gradient of something that is not averaged, while the inputs of two batches look alike,
+    on one rank only."""
+    with initialized():
+        model = apex.DistributedDataParallel(nn.Linear(6, 2))
+        loaders = [instep.shard(DataLoader(data(11), size)) for size in (3, 4)]
+        ahead = [next(iter(loader)) for loader in loaders]
+        if averages_before:
+            model(ahead[1][0]).mean().backward()
+        own = torch.ones(2, requires_grad=True)
+        if instep.rank == 0:
+            own.square().sum().backward()
+        instep.barrier()
+        return None if own.grad is None else own.grad.tolist()
+
+
+@pytest.mark.parametrize("averages_before", [False, True])
+def test_a_gradient_that_is_not_averaged_is_left_alone(averages_before):
+    assert run(2, aside, averages_before) == [[2.0, 2.0], None]
 
 
 def of_two_loaders():

@@ -193,7 +193,8 @@ def backward(
     nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
-    if nested or not (reducer_of or _has_replicas_without_parameters() or averages.current_block()):
+    has_replicas = bool(reducer_of) or _has_replicas_without_parameters()
+    if nested or not (has_replicas or averages.may_need_weight()):
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
@@ -240,11 +241,11 @@ def _backward_of_averages(
     original: Function, roots: tuple[Root, ...], grad_tensors: Any, rest: tuple[Any, ...]
 ) -> None:
     """Backward of a graph without a replica: gradients that are averaged later get their weight."""
-    block = averages.current_block()
-    weight = None if block is None else averages.find_weight(roots, block, get_transport())
-    if weight is None:
+    found = averages.find_weight(roots, get_transport()) if averages.may_need_weight() else None
+    if found is None:
         original(roots, grad_tensors, *rest)
         return
+    block, weight = found
     forward_calls.push(ForwardCall.of(block))
     try:
         original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)

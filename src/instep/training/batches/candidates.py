@@ -30,6 +30,11 @@ class BatchCandidates:
     """For these: the lengths of the inputs in the next dimensions, as many on every rank."""
 
     @property
+    def is_certain(self) -> bool:
+        """Whether there is one, and no earlier batch that it may be."""
+        return len(self.blocks) == 1 and not self.earlier
+
+    @property
     def is_placeholder(self) -> bool:
         """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
         sparse = any(block is not None and block.total < block.size for block in self.blocks)

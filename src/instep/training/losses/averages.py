@@ -77,21 +77,19 @@ def batch() -> BatchCandidates:
     return next(iter(_forwards.values())) if len(_forwards) == 1 else current_candidates()
 
 
-def current_block() -> Block | None:
-    """This rank's rows of a backward's batch, if gradients are averaged and it may need a weight.
-
-    Collective in some cases.
-    """
+def may_need_weight() -> bool:
+    """Whether the next backward's loss may need a weight. Not collective."""
     global _loaded_at_backward
     if not externally_averaged:
-        return None
+        return False
     if _loaded_at_backward not in (None, progress.current.loaded):
         _forwards.clear()  # it is of another batch, and no forward has told which
     _loaded_at_backward = progress.current.loaded
-    block = batch().resolve()
-    if block is None or (_stated is None and not (_is_uneven(block) or _unchecked)):
-        return None
-    return block
+    candidates = batch()
+    if not candidates.is_certain:
+        return True
+    (block,) = candidates.blocks
+    return block is not None and (_stated is not None or _is_uneven(block) or bool(_unchecked))
 
 
 def zero_if_placeholder(grad: Tensor) -> Tensor | None:
@@ -100,16 +98,22 @@ def zero_if_placeholder(grad: Tensor) -> Tensor | None:
     return torch.zeros_like(grad) if call is not None and call.is_placeholder else None
 
 
-def find_weight(roots: tuple[Root, ...], block: Block, transport: Transport) -> float | None:
-    """The weight of this rank's loss in the average; None if no averaged gradient is computed.
+def find_weight(roots: tuple[Root, ...], transport: Transport) -> tuple[Block, float] | None:
+    """This rank's rows of the batch of a backward, and the weight of its loss in the average; None
+    if no averaged gradient is computed.
 
     Collective where it is not told by this rank's graph alone.
     """
-    global _stated
     leaves = find_leaves(roots)
     found = {externally_averaged[each] for each in leaves if each in externally_averaged}
-    if not found:
-        return None
+    block = batch().resolve() if found else None
+    return None if block is None else (block, _weight(found, roots, block, transport))
+
+
+def _weight(
+    found: set[GradientAverage], roots: tuple[Root, ...], block: Block, transport: Transport
+) -> float:
+    global _stated
     if _stated is not None:
         fraction, _stated = _stated, None
         return fraction * (block.size if all(each.is_mean for each in found) else 1)
