@@ -38,9 +38,9 @@ from pool import ranks, run, talking_over
 
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
-BY_DAY = ("two lines", "cnn", "large")
+BY_DAY = ("two lines", "cnn")
 AT_NIGHT = (
-    *("attention", "adversarial"),
+    *("large", "attention", "adversarial"),
     *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
     *("sparse", "in a list", "few rows"),
 )

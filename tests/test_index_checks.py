@@ -411,7 +411,9 @@ class Compiled(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["", "eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend", ["", "eager", pytest.param("aot_eager", marks=pytest.mark.nightly)]
+)
 @ranks(2)
 def test_a_model_that_indexes_within_its_rows_is_divided(backend: str) -> None:
     plain = Compiled()

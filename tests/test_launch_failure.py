@@ -133,8 +133,10 @@ thread.join()
     [
         ("raise ValueError('late')", 1, "ValueError: late"),
         ("os._exit(3)", 3, "exited with code 3"),
-        (EXITS_IN_A_THREAD, 3, "exited with code 3"),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        pytest.param(EXITS_IN_A_THREAD, 3, "exited with code 3", marks=pytest.mark.nightly),
+        pytest.param(
+            *("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_rank_0_that_writes_when_all_fail_is_not_ended_before_it_has_written(

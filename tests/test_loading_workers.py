@@ -115,7 +115,7 @@ AT_NIGHT = pytest.mark.nightly
     [
         pytest.param(Parts, {"batch_size": 3}, marks=AT_NIGHT),
         (Parts, {"batch_size": 4, "drop_last": True, "num_workers": 2}),
-        (Parts, {"batch_size": None}),
+        pytest.param(Parts, {"batch_size": None}, marks=AT_NIGHT),
         pytest.param(Parts, {"batch_size": 2, "persistent_workers": True}, marks=AT_NIGHT),
         (Bulk, {"batch_size": 4, "shuffle": True}),
         (Noised, {"batch_size": 4, "shuffle": True, "persistent_workers": True}),

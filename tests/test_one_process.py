@@ -501,7 +501,7 @@ def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool],
     ("ranks", "ratio", "event", "why"),
     [
         pytest.param("2", "0.5", "", "which takes less time", id="faster alone"),
-        pytest.param("3", "1.1", "loads ahead", None, id="faster together"),
+        pytest.param("3", "1.1", "loads ahead", None, id="faster together", marks=NIGHTLY),
         pytest.param("2", "0.5", "keeps graphs", None, id="keeps graphs", marks=NIGHTLY),
         pytest.param("2", "1.1", "ends", None, id="ends meanwhile", marks=NIGHTLY),
         pytest.param("2", "1.1", "ends at once", None, id="ends at once"),

@@ -1993,7 +1993,7 @@ def test_what_cannot_be_sharded_is_whole_on_every_rank(training: Training) -> No
     "training",
     [
         twice_in_one_backward_by_buckets,
-        losses_inside_of_forward,
+        pytest.param(losses_inside_of_forward, marks=pytest.mark.nightly),
         gradients_that_are_detached_in_place,
         parameters_in_objects_and_lists,
     ],

@@ -217,7 +217,7 @@ OF_THE_CPU = {"draws_of_every_kind", "dropout_inside_of_a_recurrent_layer"}
 """Trainings with tensors of their own on the CPU, or with kernels that the device does not have
 (GRU)."""
 
-BY_DAY = {"classifier", "sparse_embedding", "data_parallel"}
+BY_DAY = {"classifier", "sparse_embedding"}
 
 
 def on_sim(log: Log, name: str) -> None:

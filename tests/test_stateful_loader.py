@@ -105,7 +105,8 @@ def batches(results):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("plain", "workers", "noise", "stream"),
+        *("plain", "workers", "stream"),
+        pytest.param("noise", marks=pytest.mark.nightly),
         pytest.param("persistent workers", marks=pytest.mark.nightly),
         pytest.param("generator", marks=pytest.mark.nightly),
     ],

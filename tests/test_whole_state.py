@@ -129,11 +129,11 @@ def accumulated(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        (Coupled, by_parts),
+        pytest.param(Coupled, by_parts, marks=pytest.mark.nightly),
         (Coupled, recomputed),
         pytest.param(Coupled, compiled, marks=pytest.mark.nightly),
         (Following, at_once),
-        (Following, into_some),
+        pytest.param(Following, into_some, marks=pytest.mark.nightly),
         (Following, accumulated),
     ],
 )
