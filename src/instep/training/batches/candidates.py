@@ -30,7 +30,7 @@ class BatchCandidates:
     """For these: the lengths of the inputs in the next dimensions, as many on every rank."""
 
     @property
-    def is_certain(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is one, and no earlier batch that it may be."""
         return len(self.blocks) == 1 and not self.earlier
 

@@ -86,7 +86,7 @@ def may_need_weight() -> bool:
         _forwards.clear()  # it is of another batch, and no forward has told which
     _loaded_at_backward = progress.current.loaded
     candidates = batch()
-    if not candidates.is_certain:
+    if not candidates.is_single:
         return True
     (block,) = candidates.blocks
     return block is not None and (_stated is not None or _is_uneven(block) or bool(_unchecked))

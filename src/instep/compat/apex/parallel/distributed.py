@@ -126,15 +126,16 @@ class DistributedDataParallel(nn.Module):
         }
         self._ready: list[set[int]] = [set() for _ in self._buckets]
         """The parameters of each bucket whose gradient this backward has computed."""
-        average = GradientAverage(is_mean=gradient_average)
         for index, parameter in enumerate(self._trained):
-            externally_averaged[parameter] = average
-            parameter.register_hook(zero_if_placeholder)
             parameter.register_post_accumulate_grad_hook(
                 lambda _, index=index: self._on_grad(index)
             )
         if world.size > 1:
             PatchHandle([gradients.PATCH])
+            average = GradientAverage(is_mean=gradient_average)
+            for parameter in self._trained:
+                externally_averaged[parameter] = average
+                parameter.register_hook(zero_if_placeholder)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
