@@ -155,6 +155,7 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
     assert launch.event() == [True, True, True, "LARC", None, True, fp16, said, True, True]
 
 
+@pytest.mark.nightly
 def test_multiproc_starts_one_process_for_each_rank_with_its_arguments(launch: Launch) -> None:
     script = launch.script("tell(rank, sys.argv[1:], __name__)")
     module = "instep.compat.apex.parallel.multiproc"

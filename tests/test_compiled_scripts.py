@@ -67,6 +67,7 @@ print(torch._functorch.config.donated_buffer, torch.compiler.config.cache_key_ta
 """
 
 
+@pytest.mark.nightly
 def test_what_is_compiled_can_run_backward_twice_and_an_optimizer_step_is_compiled_once(
     tmp_path: Path,
 ) -> None:

@@ -199,6 +199,7 @@ def train(compression):
     return losses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compression", KINDS, ids=str)
 def test_odd_models_learn_as_well_and_the_same_on_all_ranks(compression):
     exact, *_ = run(3, train, None)

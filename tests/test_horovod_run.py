@@ -28,6 +28,7 @@ def summed(factor, *, extra):
     return hvd.rank(), hvd.size(), total.item(), extra, util.get_env_rank_and_size()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_function_runs_on_ranks_and_its_results_come_in_their_order(tmp_path: Path) -> None:
     file = tmp_path / "hosts"

@@ -92,6 +92,7 @@ print(json.dumps([instep.rank, instep.world_size, instep.world.source, total]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_two_processes_that_an_added_launcher_starts_meet(tmp_path):
     port = free_port()

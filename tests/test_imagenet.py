@@ -359,6 +359,7 @@ def test_a_broken_image_is_named_by_a_worker(plain, copied):
     says(plain, "is no whole image", "-j", "1", data=copied)
 
 
+@pytest.mark.nightly
 def test_broken_images_are_left_out_when_asked(plain, copied, tmp_path, capsys):
     for path in spoil(copied):
         path.with_suffix(".kept").write_bytes(path.read_bytes())

@@ -289,6 +289,7 @@ def count_correct(model, loader):
     return correct_nums
 
 
+@pytest.mark.nightly
 @ranks(1, 2, 3, 4)
 def test_validation_with_all_reduce_has_the_accuracy_of_one_process():
     for n in range(1, 41):

@@ -470,6 +470,7 @@ def notes(folder):
     return list((folder / "tmp").glob("instep-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("mpirun", "source"),

@@ -42,6 +42,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     launch.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "times", [4, pytest.param(500, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]

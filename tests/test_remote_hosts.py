@@ -121,6 +121,7 @@ print(place == own, place, total, os.environ["SAID"], os.environ["HOROVOD_HOSTNA
 """
 
 
+@pytest.mark.nightly
 @launches
 def test_horovodrun_starts_ranks_on_other_hosts(hosts, servers, tmp_path, monkeypatch) -> None:
     (tmp_path / "train.py").write_text(HOROVOD)

@@ -434,6 +434,7 @@ os._exit(0 if len(reads) <= 36 else 1)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("size", "reads"), [(6, "36"), (1000, "0")])
 def test_ranks_of_a_large_world_connect_when_they_have_something_to_say(size, reads) -> None:
     environ = {name: value for name, value in os.environ.items() if "GLOO" not in name}

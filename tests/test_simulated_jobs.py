@@ -138,7 +138,8 @@ def a_divergence_is_found() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        every_collective, tensors_of_another_device, metrics_stay_on_the_device,
+        pytest.param(every_collective, marks=pytest.mark.nightly),
+        tensors_of_another_device, metrics_stay_on_the_device,
         collectives_by_name, scaled_by_levels, a_divergence_is_found,
     ],
     ids=lambda body: body.__name__,

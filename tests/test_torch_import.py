@@ -113,6 +113,7 @@ print(json.dumps([*imported, "torch._dynamo" in sys.modules]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_replica_does_not_import_it_without_a_launcher_of_insteps_either(tmp_path):
     script = tmp_path / "train.py"

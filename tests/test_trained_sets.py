@@ -46,6 +46,7 @@ def trained_by_turns(unedited: bool) -> None:
     assert size_of_all(model) - before < 2.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("unedited", [False, True], ids=["replicate", "unedited"])
 def test_buckets_of_sets_that_are_trained_no_more_are_given_back(unedited: bool) -> None:
     with talking_over("gloo"):

@@ -255,6 +255,7 @@ def init(mode=None):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_checkpoint_of_torch_distributed_a_trace_and_a_logger_are_those_of_one_process(
     place: Place,

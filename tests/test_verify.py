@@ -875,6 +875,7 @@ def test_adam_with_a_bias_before_batch_norm_is_not_different(solo, tmp_path):
     assert report.max_difference.moved > FLOAT32.run
 
 
+@pytest.mark.nightly
 def test_lbfgs_is_the_same_in_float64():
     report = verify_script([str(SCRIPTS / "lbfgs.py")], [3], start=Forked())
     assert report.verdict is not Verdict.DIFFERENT
@@ -891,6 +892,7 @@ def test_the_digits_example_is_the_same_at_2_3_and_5():
     assert [sum(j.run.samples_per_rank) for j in report.results] == [1437] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind",
     [*("accumulate", "clip"), *at_night("two_models", "autocast")],
