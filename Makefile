@@ -62,7 +62,7 @@ dist: .venv/ready
 	@! grep OWNER pyproject.toml || { echo "write the repository's account in place of OWNER"; exit 1; }
 	rm -rf dist build/dist
 	$(BIN)/python -m build --no-isolation --outdir build/dist
-	$(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
 
