@@ -173,26 +173,26 @@ def count_collective() -> None:
         _pause(each)
 
 
-def _pause(it: CommonSignal) -> None:
-    pending = it.pending
+def _pause(common: CommonSignal) -> None:
+    pending = common.pending
     assert pending is not None
     pending.decided.wait(PAUSE_SECONDS)
     if 0 <= pending.target <= _count and not (pending.armed or pending.over):
         pending.armed = True
         if in_main_thread():
-            _interrupt_at_next_line(sys._getframe(), it)
+            _interrupt_at_next_line(sys._getframe(), common)
         else:
-            it.interrupt_main_thread()
+            common.interrupt_main_thread()
 
 
 def end_of_script() -> None:
     """The script's last line has run: an interrupt that waits for a later one takes effect now."""
     if os.getpid() != _process:
         return
-    for it in list(_signals.values()):
-        if it.is_awaited():
-            it.pending = it.pending or PendingInterrupt()
-            it.take_effect(None)
+    for common in list(_signals.values()):
+        if common.is_awaited():
+            common.pending = common.pending or PendingInterrupt()
+            common.take_effect(None)
 
 
 # -------------------------------------------------------------------- messages from the hub
@@ -203,27 +203,27 @@ def handle_message(message_type: str, message: dict[str, Any]) -> None:
     number = message.get("signal")
     if number not in COMMON_SIGNALS:
         return
-    it = _signals.setdefault(number, CommonSignal(number, None))
+    common = _signals.setdefault(number, CommonSignal(number, None))
     if message_type == "pause":
-        it.begin()
+        common.begin()
         _send_to_hub("paused", signal=number, count=_count)
-    elif message_type == "interrupt_at" and it.pending is not None:
-        it.pending.target = message["count"]
-        it.pending.decided.set()
+    elif message_type == "interrupt_at" and common.pending is not None:
+        common.pending.target = message["count"]
+        common.pending.decided.set()
     elif message_type == "interrupt_now":
-        if it.pending is None:
-            it.begin()
-        _interrupt_now(it, anywhere=message["anywhere"])
+        if common.pending is None:
+            common.begin()
+        _interrupt_now(common, anywhere=message["anywhere"])
     elif message_type == "get_progress":
         _send_to_hub("progress", signal=number, count=_count, line=message["line"])
 
 
-def _interrupt_now(it: CommonSignal, *, anywhere: bool) -> None:
-    assert it.pending is not None
-    it.pending.anywhere = anywhere
-    it.pending.decided.set()
-    if not it.pending.over and (anywhere or not it.pending.armed):
-        it.interrupt_main_thread()
+def _interrupt_now(common: CommonSignal, *, anywhere: bool) -> None:
+    assert common.pending is not None
+    common.pending.anywhere = anywhere
+    common.pending.decided.set()
+    if not common.pending.over and (anywhere or not common.pending.armed):
+        common.interrupt_main_thread()
 
 
 def _send_to_hub(message_type: str, **fields: object) -> None:
@@ -236,25 +236,25 @@ def _send_to_hub(message_type: str, **fields: object) -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     """The handler of these signals."""
-    it = _signals[number]
-    pending = it.pending
-    is_another = time.monotonic() - it.since > SAME_INTERRUPT_SECONDS
+    common = _signals[number]
+    pending = common.pending
+    is_another = time.monotonic() - common.since > SAME_INTERRUPT_SECONDS
     if os.getpid() != _process:
-        _on_signal_in_child(it, frame)
-    elif it.is_own:
-        it.is_own = False
-        it.call_handler(frame)
+        _on_signal_in_child(common, frame)
+    elif common.is_own:
+        common.is_own = False
+        common.call_handler(frame)
     elif pending is not None and pending.now and not pending.over:
         pending.now, pending.armed = False, True
         script, inside = interrupt_frame(frame)
         if inside and script is not None and not pending.anywhere:
-            _interrupt_at_next_line(frame, it)
+            _interrupt_at_next_line(frame, common)
         else:
-            it.take_effect(frame)
-    elif _send is None or (it.since and is_another and number == signal.SIGINT):
-        it.call_handler(frame)  # the second Ctrl-C takes effect at once
-    elif not it.since or (is_another and not it.is_awaited()):
-        it.since = time.monotonic()
+            common.take_effect(frame)
+    elif _send is None or (common.since and is_another and number == signal.SIGINT):
+        common.call_handler(frame)  # the second Ctrl-C takes effect at once
+    elif not common.since or (is_another and not common.is_awaited()):
+        common.since = time.monotonic()
         _send("interrupt", signal=number)
 
 
@@ -271,12 +271,12 @@ class _ChildHandler:
         return signal.signal, (signal.SIGINT, _on_signal)
 
 
-def _on_signal_in_child(it: CommonSignal, frame: FrameType | None) -> None:
+def _on_signal_in_child(common: CommonSignal, frame: FrameType | None) -> None:
     """In a child process. Loader workers ignore Ctrl-C: the rank ends them, as torch does."""
     data = sys.modules.get("torch.utils.data")
     is_worker = data is not None and data.get_worker_info() is not None
-    if not (is_worker and it.number == signal.SIGINT):
-        it.call_handler(frame)
+    if not (is_worker and common.number == signal.SIGINT):
+        common.call_handler(frame)
 
 
 def is_from_signal(error: BaseException) -> bool:
@@ -292,7 +292,7 @@ def is_of_handler(frame: FrameType) -> bool:
     return frame.f_code in [getattr(handler, "__code__", None) for handler in handlers]
 
 
-def _interrupt_at_next_line(frame: FrameType | None, it: CommonSignal) -> None:
+def _interrupt_at_next_line(frame: FrameType | None, common: CommonSignal) -> None:
     """Interrupt at the script's next line: the call that it has made now returns first."""
     before = sys.gettrace()
 
@@ -300,8 +300,8 @@ def _interrupt_at_next_line(frame: FrameType | None, it: CommonSignal) -> None:
         if event == "line":
             sys.settrace(before)
             frame.f_trace = None
-            if it.pending is not None and not it.pending.over:
-                it.take_effect(frame)
+            if common.pending is not None and not common.pending.over:
+                common.take_effect(frame)
             return None
         if event == "return":
             frame.f_trace = None
@@ -359,15 +359,15 @@ def set_handler(original: Callable[..., Any], signalnum: int, handler: Any) -> A
     is_script = os.getpid() == _process and in_main_thread()
     if not is_script or signalnum not in COMMON_SIGNALS or _is_own_handler(handler):
         return original(signalnum, handler)
-    it = _signals.setdefault(signalnum, CommonSignal(signalnum, None))
+    common = _signals.setdefault(signalnum, CommonSignal(signalnum, None))
     if signalnum == signal.SIGINT:
         if not _has_ctrl_c:
             return original(signalnum, handler)
-        before, it.handler = it.handler, handler
+        before, common.handler = common.handler, handler
         return before
-    before = it.handler
-    it.handler = handler if callable(handler) else None
-    found = original(signalnum, handler if it.handler is None else _on_signal)
+    before = common.handler
+    common.handler = handler if callable(handler) else None
+    found = original(signalnum, handler if common.handler is None else _on_signal)
     return before if found is _on_signal else found
 
 
@@ -392,6 +392,7 @@ def raise_signal(original: Callable[..., Any], signalnum: int) -> Any:
 
 def announce_own(number: int) -> None:
     """The script sends itself this signal at this point, on every rank."""
-    it = _signals.get(number)
-    if it is not None and number != signal.SIGINT and in_main_thread() and os.getpid() == _process:
-        it.is_own = get_handler(signal.getsignal, number) is it.handler is not None
+    common = _signals.get(number)
+    is_script = in_main_thread() and os.getpid() == _process
+    if common is not None and number != signal.SIGINT and is_script:
+        common.is_own = get_handler(signal.getsignal, number) is common.handler is not None

@@ -24,17 +24,17 @@ _INTERFACE = 1
 """instep_kernels_interface of cpu_kernels.c: both change with any function's parameters."""
 _CLASSES = (Tensor, torch.nn.Parameter)
 
-_pointer, _size, _float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double
+_pointer, _size, _double = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double
 _SHAPE = (_size, _size, _size)
 _PARAMETERS = {
     "instep_moments": (_pointer, *_SHAPE, _pointer),
     "instep_merge": (_pointer, _size, _size, _pointer),
-    "instep_update_running": (_pointer, _pointer, _size, _float, _float),
-    "instep_normalize": (_pointer, *_SHAPE, _pointer, _float, *[_pointer] * 3),
-    "instep_sums": (_pointer, _pointer, *_SHAPE, _pointer, _float, *[_pointer] * 3),
+    "instep_update_running": (_pointer, _pointer, _size, _double, _double),
+    "instep_normalize": (_pointer, *_SHAPE, _pointer, _double, *[_pointer] * 3),
+    "instep_sums": (_pointer, _pointer, *_SHAPE, _pointer, _double, *[_pointer] * 3),
     "instep_input_grad": (
-        *(_pointer, _pointer, *_SHAPE, _pointer, _float),
-        *(_pointer, _pointer, _float, _pointer),
+        *(_pointer, _pointer, *_SHAPE, _pointer, _double),
+        *(_pointer, _pointer, _double, _pointer),
     ),
 }
 
@@ -46,11 +46,11 @@ class _CpuKernels:
         for name, parameters in _PARAMETERS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = parameters, None
-        library.instep_merge.restype = _float
+        library.instep_merge.restype = _double
         self._library = library
 
     def accepts(self, shards: Sequence[Shard]) -> bool:
-        """Whether they compute these shards. The answer depends on no row."""
+        """Whether they compute these shards: on every rank alike, whatever rows it has."""
         return torch.get_num_threads() == 1 and all(map(_is_accepted, shards))
 
     def moments(self, x: Tensor) -> Numbers:
