@@ -36,7 +36,7 @@ setup(
             "instep.training.normalization._cpu_kernels",
             [f"{KERNELS}.c"],
             extra_compile_args=["-std=c11", "-O3", *FAST_SUMS],
-            py_limited_api=True,  # it calls nothing of Python's
+            py_limited_api=True,
             optional=True,  # without a compiler, instep computes the same by torch's kernels
         )
     ],

@@ -72,7 +72,10 @@ def test_the_package_holds_python_and_one_file_of_c() -> None:
     built = (".pyc", ".so")
     files = [path for path in SRC.rglob("*") if path.is_file() and path.suffix not in built]
     others = {path for path in files if path.suffix != ".py"}
-    assert others == {SRC / "py.typed", SRC / "training/normalization/cpu_kernels.c"}
+    kernels = SRC / "training/normalization"
+    assert others == {
+        *(SRC / "py.typed", kernels / "cpu_kernels.c", kernels / "_cpu_kernels.pyi"),
+    }
 
 
 def test_no_file_is_longer_than_400_lines() -> None:

@@ -212,6 +212,9 @@ def test_every_rank_gets_the_numbers_of_all_in_their_order(length):
         assert (found == 10 * step + np.arange(instep.world_size)[:, None]).all()
         total = numbers.sum_over_ranks(mine, get_transport())
         assert (total == 10 * step * instep.world_size + sum(range(instep.world_size))).all()
+        for collective in (numbers.gather_doubles, numbers.terms_over_ranks):
+            rows = np.frombuffer(collective(mine.tobytes(), get_transport())).reshape(-1, length)
+            assert (rows.sum(0) == total).all()
 
 
 @ranks(2)

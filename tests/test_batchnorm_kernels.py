@@ -33,6 +33,18 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+class BothShards:
+    """The collectives between two shards that one process holds."""
+
+    gather_numbers = staticmethod(np.stack)
+    sum_numbers = staticmethod(sum)
+    gather_doubles = terms_over_shards = staticmethod(b"".join)
+
+
+def as_array(numbers):
+    return np.frombuffer(numbers) if isinstance(numbers, bytes) else numbers
+
+
 def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(kernels):
     """As exact as squared distances from the mean, in double precision."""
     generator = torch.Generator().manual_seed(0)
@@ -43,8 +55,7 @@ def test_moments_of_channels_near_zero_far_from_it_constant_and_not_finite(kerne
     x[0, 4, 0, 0] = x[1, 7, 0, 0] = torch.inf
     x[0, 5, 0, 0] = torch.nan
     x[0, 6, 0, 0] = 1e6
-    with np.errstate(all="ignore"):
-        moments = kernels.moments(x)
+    moments = as_array(kernels.moments(x))
     exact = x.double().transpose(0, 1).flatten(1)
     squares = (exact - exact.mean(1, keepdim=True)).square().sum(1)
     assert moments[-1] == 6 * 32 * 32
@@ -68,13 +79,15 @@ def test_two_shards_give_what_their_rows_give_together(kernels, shape, affine):
     rows = (2, 7)
     parts, grads = x.split(rows), grad.split(rows)
     shard = Shard(parts[0], *running, weight, bias, training=True, momentum=0.3, eps=1e-3)
-    statistics = kernels.merge(np.stack([kernels.moments(part) for part in parts]), [shard])
+    moments = kernels.gather([kernels.moments(part) for part in parts], BothShards)
+    assert kernels.count(moments, shape[1]) == x.numel() / shape[1]
+    statistics = kernels.merge(moments, [shard])
     y = torch.cat([kernels.normalize(part, weight, bias, statistics) for part in parts])
     own = [kernels.sums(*each, statistics) for each in zip(grads, parts, strict=True)]
-    sums = own[0][0] + own[1][0]
+    total = kernels.total([sums for sums, _, _ in own], BothShards)
     dx = torch.cat(
         [
-            kernels.input_gradient(g, part, weight, sums, statistics)
+            kernels.input_gradient(g, part, weight, total, statistics)
             for g, part in zip(grads, parts, strict=True)
         ]
     )
@@ -131,12 +144,12 @@ def test_the_kernels_in_c_leave_other_tensors_to_torch(kind, one_thread):
 @components.needs("C++")
 def test_what_backward_gets_in_another_way_is_left_to_torch(other):
     """A gradient of a script's own class, or saved tensors that a hook has changed."""
-    statistics = in_c().merge(in_c().moments(X)[None], [Shard(X, None, None)])
+    statistics = in_c().merge(in_c().moments(X), [Shard(X, None, None)])
     expected, *_ = in_c().sums(X, X, statistics)
     dx = in_c().input_gradient(X, X, None, expected, statistics)
     for grad, x in ((other, X), (X, other)):
         sums, *_ = in_c().sums(grad, x, statistics)
-        np.testing.assert_allclose(sums, expected, rtol=1e-5)
+        np.testing.assert_allclose(as_array(sums), as_array(expected), rtol=1e-5)
         found = in_c().input_gradient(grad, x, None, sums, statistics)
         torch.testing.assert_close(found.as_subclass(torch.Tensor), dx, check_stride=False)
 

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # has torch's own functions, not patches
 
@@ -299,10 +297,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self._count()
         return self._shm_group.all_gather_now(tensor)
 
-    def all_gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Every rank's 1-D array of few numbers, in rows; all have one length."""
+    def all_gather_bytes(self, mine: bytes) -> bytes:
+        """Every rank's few float64 numbers, as bytes, one rank's after another's; all ranks have as
+        many."""
         self._count()
-        return self._shm_group.all_gather_array_now(array)
+        return self._shm_group.all_gather_bytes_now(mine)
 
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
         self._count()

@@ -85,14 +85,9 @@ class FlightRecorder:
         self.detail = ""
         """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
 
-    @contextmanager
-    def with_detail(self, text: str) -> Iterator[None]:
-        """Inside, `detail` is this text."""
-        before, self.detail = self.detail, text
-        try:
-            yield
-        finally:
-            self.detail = before
+    def with_detail(self, text: str) -> _DetailScope:
+        """A context manager: inside, `detail` is this text."""
+        return _DetailScope(self, text)
 
     def add_group(self, name: str, ranks: Iterable[int]) -> str:
         """Note that this rank is in a new group; returns the text for `enter`."""
@@ -272,6 +267,21 @@ def leaving(number: int) -> Iterator[None]:
         yield
     finally:
         leave(number)
+
+
+class _DetailScope:
+    """A detail of operations; before and after it the detail is another one."""
+
+    __slots__ = ("_before", "_recorder", "_text")
+
+    def __init__(self, recorder: FlightRecorder, text: str) -> None:
+        self._recorder, self._before, self._text = recorder, "", text
+
+    def __enter__(self) -> None:
+        self._before, self._recorder.detail = self._recorder.detail, self._text
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.detail = self._before
 
 
 class _PhaseScope:

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.flight_record.recorder import recorder
-from instep.distributed.shm.exchange import Exchange, part_bytes
+from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
+from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.memory_handover import open_on_all_ranks
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
@@ -40,6 +39,8 @@ from instep.process.torch_private import (
     Work,
     skip_methods,
 )
+
+_NUMBER_BYTES = torch.float64.itemsize
 
 
 class _Options(Protocol):
@@ -134,19 +135,22 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self.allgather([outputs], [mine], opts).wait()
         return outputs
 
-    def all_gather_array_now(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Every rank's 1-D array of few numbers, in rows."""
-        if array.nbytes > part_bytes(self._exchange.size):
-            return torch.stack(self.all_gather_now(torch.from_numpy(array))).numpy()
+    def all_gather_bytes_now(self, mine: bytes) -> bytes:
+        """Every rank's few float64 numbers, as bytes, one rank's after another's."""
         exchange = self._exchange
-        rows: list[NDArray[np.float64]] = []
+        count = len(mine) // _NUMBER_BYTES
+        if len(mine) > exchange.part_bytes:
+            own = torch.frombuffer(bytearray(mine), dtype=torch.float64)
+            return torch.cat(self.all_gather_now(own)).numpy().tobytes()
+        found: list[bytes] = []
 
         def step(_: list[Tensor], __: list[Tensor], timeout: timedelta | None) -> None:
-            rows.append(exchange.all_gather_array(array, timeout))
+            signature = signature_of("all_gather", torch.float64, count)
+            found.append(exchange.all_gather_bytes(mine, signature, timeout))
 
-        signature = self._signature("all_gather", array.shape, torch.float64)
+        signature = ("all_gather", (count,), torch.float64, self._recorded_as, None, "")
         self._queue.run(Collective(step, signature=signature), "all_gather", [])
-        return rows[0]
+        return found[0]
 
     def all_gather_each_now(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Overwrite the 1-D tensors `parts[r]`, of one dtype, with those of rank r, for each r."""

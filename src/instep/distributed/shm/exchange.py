@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from instep.distributed.shm.memory.mapping import round_up
@@ -86,6 +84,8 @@ class Exchange:
         self.signals = Signals(data, rank, peers, default_timeout)
         self._others = [other for other in range(self.size) if other != rank]
         self._staging = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size)
+        self.part_bytes = self._staging.part_bytes
+        """How many bytes a rank stages at a time."""
         self._buffers: dict[torch.dtype, list[Tensor]] = {}
         self.peer_memory: PeerMemory | None = None
         """Reads tensors of the other ranks where they are; None where the system denies it."""
@@ -175,23 +175,14 @@ class Exchange:
         outputs[self.rank].copy_(flat)
         self._gather_each([[output] for output in outputs], signature, timeout)
 
-    def all_gather_array(
-        self, array: NDArray[np.float64], timeout: timedelta | None
-    ) -> NDArray[np.float64]:
-        """The 1-D `array` of rank r in row r, for every r. It fits in a part of the staging."""
-        rows, places = self._staging.rows(len(array))
-        rows[places[self.rank]] = array
-        self.signals.barrier(signature_of("all_gather", torch.float64, len(array)), timeout)
-        return rows[places]
-
     def all_gather_bytes(
         self, mine: bytes, signature: CollectiveSignature, timeout: timedelta | None
     ) -> bytes:
         """The few bytes of each rank, one rank after the other; all have the same number."""
-        use = self._staging.next_use()
-        self._staging.bytes_of(use, self.rank, len(mine))[:] = mine
+        parts = self._staging.bytes_of_parts(len(mine))
+        parts[self.rank][:] = mine
         self.signals.barrier(signature, timeout)
-        return b"".join(self._staging.bytes_of(use, r, len(mine)) for r in range(self.size))
+        return b"".join(parts)
 
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]], timeout: timedelta | None) -> None:
         """Overwrite the tensors `parts[r]` with those of rank r, for every other rank r.

@@ -239,8 +239,8 @@ class WorkQueue:
     def _run(self, collective: Collective) -> None:
         if self._error is not None:
             raise self._error
-        written = [flatten(tensor) for tensor in collective.written]
-        read = [flatten(tensor) for tensor in collective.read]
+        written = list(map(flatten, collective.written))
+        read = list(map(flatten, collective.read))
         try:
             collective.step(written, read, collective.timeout)
         except SharedMemoryError:  # on all ranks alike: they are still in step

@@ -37,9 +37,11 @@ class BatchCandidates:
     @property
     def is_placeholder(self) -> bool:
         """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
-        sparse = any(block is not None and block.total < block.size for block in self.blocks)
-        block = self.resolve() if sparse else None
-        return block is not None and block.is_empty
+        for each in self.blocks:
+            if each is not None and each.total < each.size:
+                block = self.resolve()
+                return block is not None and block.is_empty
+        return False
 
     def resolve(self) -> Block | None:
         """The one batch. Raises UnknownBatchError. Collective where there are several, or earlier

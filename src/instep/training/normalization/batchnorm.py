@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,31 +24,22 @@ from instep.distributed.communication.collectives import sum_with_graph
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.flight_record.recorder import recorder
-from instep.distributed.numbers import Numbers, NumbersTransport
+from instep.distributed.numbers import Doubles, Numbers, NumbersTransport
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
 from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
 from instep.training.normalization.cpu_kernels import cpu_kernels
-from instep.training.normalization.kernels import Kernels, Shard, all_but_channels
+from instep.training.normalization.kernels import (
+    Kernels,
+    Shard,
+    ShardCollectives,
+    all_but_channels,
+)
 from instep.training.normalization.torch_kernels import TORCH_KERNELS, in_dtype
 
 _DETAIL = "batch statistics"
 """What the collectives are for, in errors and records."""
-
-
-class ShardCollectives(Protocol):
-    """Collectives between shards, of which each rank has one or several."""
-
-    @property
-    def transport(self) -> Any:
-        """Between the ranks."""
-
-    def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
-        """Every shard's numbers, in rows, from those of this rank's shards."""
-
-    def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
-        """The sum over all shards, from the numbers of this rank's, which it may overwrite."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,14 @@ class _OneShard:
     def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
         with recorder.with_detail(_DETAIL):
             return numbers.sum_over_ranks(by_shard[0], self.transport)
+
+    def gather_doubles(self, by_shard: Sequence[Doubles]) -> Doubles:
+        with recorder.with_detail(_DETAIL):
+            return numbers.gather_doubles(by_shard[0], self.transport)
+
+    def terms_over_shards(self, by_shard: Sequence[Doubles]) -> Doubles:
+        with recorder.with_detail(_DETAIL):
+            return numbers.terms_over_ranks(by_shard[0], self.transport)
 
 
 def batch_norm(
@@ -102,9 +100,9 @@ def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives)
         shards,
         current_candidates().is_placeholder,
         collectives,
-        *(shard.input for shard in shards),
-        *(shard.weight for shard in shards),
-        *(shard.bias for shard in shards),
+        *[shard.input for shard in shards],
+        *[shard.weight for shard in shards],
+        *[shard.bias for shard in shards],
     )
     return list(outputs)
 
@@ -142,12 +140,12 @@ class _GlobalBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs, weights, biases = _thirds(tensors)
         kernels = _kernels_of(shards)
-        with np.errstate(all="ignore"):  # as torch, of values that are not finite
-            moments = collectives.gather_numbers(
-                [_moments(x, is_placeholder, kernels) for x in inputs]
-            )
-            _check_value_count(moments, inputs[0], is_placeholder)
-            statistics = kernels.merge(moments, shards)
+        own = [_moments(x, is_placeholder, kernels) for x in inputs]
+        moments = kernels.gather(own, collectives)
+        # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
+        if is_placeholder or inputs[0].numel() < 2 * inputs[0].shape[1]:
+            _check_value_count(kernels.count(moments, inputs[0].shape[1]), inputs[0])
+        statistics = kernels.merge(moments, shards)
         ctx.save_for_backward(*tensors)
         ctx.kernels, ctx.statistics = kernels, statistics
         ctx.is_placeholder, ctx.collectives = is_placeholder, collectives
@@ -165,14 +163,13 @@ class _GlobalBatchNorm(torch.autograd.Function):
         own = [kernels.sums(g, x, statistics) for g, x in zip(grads, inputs, strict=True)]
         by_shard = [sums for sums, _, _ in own]
         if ctx.is_placeholder:
-            by_shard[0][:] = 0
-        with np.errstate(all="ignore"):
-            sums = ctx.collectives.sum_numbers(by_shard)
-            needed = _thirds(ctx.needs_input_grad[3:])
-            results: list[Tensor | None] = [
-                kernels.input_gradient(grad, x, weight, sums, statistics) if need else None
-                for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
-            ]
+            by_shard = [kernels.zeros(2 * inputs[0].shape[1], inputs[0])]
+        total = kernels.total(by_shard, ctx.collectives)
+        needed = _thirds(ctx.needs_input_grad[3:])
+        results: list[Tensor | None] = [
+            kernels.input_gradient(grad, x, weight, total, statistics) if need else None
+            for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
+        ]
         for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True), 1):
             results += [
                 in_dtype(each[k], parameter.dtype) if need else None
@@ -243,21 +240,19 @@ class _ZeroGrad(torch.autograd.Function):
         return apply(_ZeroGrad, grads[0], False), None
 
 
-def _check_value_count(moments: Numbers, x: Tensor, is_placeholder: bool) -> None:
-    # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
-    few = is_placeholder or x.numel() < 2 * x.shape[1]
-    if few and (count := moments[:, -1].sum()) < 2:
+def _check_value_count(count: float, x: Tensor) -> None:
+    if count < 2:
         raise TrainingError(
             "batch normalisation in training needs more than one value per channel, but all "
             f"ranks together hold {int(count)} (this rank's input is {tuple(x.shape)})."
         )
 
 
-def _moments(x: Tensor, is_placeholder: bool, kernels: Kernels) -> Numbers:
+def _moments(x: Tensor, is_placeholder: bool, kernels: Kernels[Any, Any]) -> Any:
     is_empty = is_placeholder or x.numel() == 0
-    return numbers.zeros(2 * x.shape[1] + 1, x) if is_empty else kernels.moments(x)
+    return kernels.zeros(2 * x.shape[1] + 1, x) if is_empty else kernels.moments(x)
 
 
-def _kernels_of(shards: Sequence[Shard]) -> Kernels:
+def _kernels_of(shards: Sequence[Shard]) -> Kernels[Any, Any]:
     compiled = cpu_kernels()
     return compiled if compiled is not None and compiled.accepts(shards) else TORCH_KERNELS

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from instep.distributed import numbers
-from instep.distributed.numbers import Numbers
+from instep.distributed.numbers import Doubles, Numbers
+
+N = TypeVar("N", Numbers, Doubles)
+"""What kernels keep the numbers of channels in."""
+S = TypeVar("S")
+"""What kernels keep the statistics of all shards' rows together in."""
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """What torch.nn.functional.batch_norm gets for one shard."""
 
     input: Tensor
@@ -29,62 +29,66 @@ class Shard:
     eps: float = 1e-5
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Of all shards' rows together."""
+class ShardCollectives(Protocol):
+    """Collectives between shards, of which each rank has one or several."""
 
-    mean: Numbers
-    var: Numbers
-    """Biased."""
-    count: Any
-    """How many values a channel has: a float, or a tensor on an accelerator."""
-    eps: float
-    dtype: torch.dtype
-    """What torch keeps them in."""
+    @property
+    def transport(self) -> Any:
+        """Between the ranks."""
 
-    @functools.cached_property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance, for torch's kernels."""
-        mean, var = (numbers.to_tensor(each, self.dtype) for each in (self.mean, self.var))
-        return mean, var
+    def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """Every shard's numbers, in rows, from those of this rank's shards."""
+
+    def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """The sum over all shards, from the numbers of this rank's, which it may overwrite."""
+
+    def gather_doubles(self, by_shard: Sequence[Doubles]) -> Doubles:
+        """Every shard's numbers, one shard's after another's."""
+
+    def terms_over_shards(self, by_shard: Sequence[Doubles]) -> Doubles:
+        """Terms of the sum over all shards, one after another: one or several."""
 
 
-class Kernels(Protocol):
+class Kernels(Protocol[N, S]):
     """The passes over a shard's rows, and what is computed of the numbers of all shards."""
 
-    def moments(self, x: Tensor) -> Numbers:
+    def zeros(self, count: int, like: Tensor) -> N:
+        """So many zeros, on the device of `like`."""
+
+    def moments(self, x: Tensor) -> N:
         """Of these rows each channel's mean, then each channel's sum of squared distances from it,
         then the number of values in a channel, which is not 0."""
 
-    def merge(self, moments: Numbers, shards: Sequence[Shard]) -> Statistics:
-        """The statistics of all rows, from each shard's moments in a row.
+    def gather(self, by_shard: Sequence[N], collectives: ShardCollectives) -> N:
+        """Every shard's moments, from those of this rank's shards. Collective."""
+
+    def count(self, moments: N, channels: int) -> float:
+        """How many values a channel has in all shards together."""
+
+    def merge(self, moments: N, shards: Sequence[Shard]) -> S:
+        """The statistics of all rows, from the moments of all shards.
 
         Updates the running statistics of `shards` in place, and leaves their version counters as
         they are, as torch's kernel does: an earlier call's graph may hold them.
         """
 
     def normalize(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: S
     ) -> Tensor:
         """The output of one shard."""
 
-    def sums(
-        self, grad: Tensor, x: Tensor, statistics: Statistics
-    ) -> tuple[Numbers, Tensor, Tensor]:
+    def sums(self, grad: Tensor, x: Tensor, statistics: S) -> tuple[N, Tensor, Tensor]:
         """Of each channel of these rows sum(grad * x_hat) and sum(grad): as numbers, and as the
         gradients of weight and bias."""
 
+    def total(self, by_shard: Sequence[N], collectives: ShardCollectives) -> N:
+        """The sums over all shards' rows, for `input_gradient`, from those of this rank's shards,
+        which it may overwrite. Collective."""
+
     def input_gradient(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        sums: Numbers,
-        statistics: Statistics,
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, total: N, statistics: S
     ) -> Tensor:
         """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
-
-        `sums`: of grad * x_hat and of grad over all rows, for each channel.
 
         Ioffe and Szegedy 2015, section 3.
         """

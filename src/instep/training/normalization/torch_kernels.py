@@ -3,7 +3,10 @@ fused kernels with given statistics, a few numbers are NumPy's on CPUs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +15,45 @@ from torch import Tensor
 
 from instep.distributed import numbers
 from instep.distributed.numbers import Numbers
-from instep.training.normalization.kernels import Kernels, Shard, Statistics, all_but_channels
+from instep.training.normalization.kernels import (
+    Kernels,
+    Shard,
+    ShardCollectives,
+    all_but_channels,
+)
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 _MANY = 1 << 14  # elements of a tensor
 _FAR = 1.0  # a squared mean, in variances
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """Of all shards' rows together."""
+
+    mean: Numbers
+    var: Numbers
+    """Biased."""
+    count: Any
+    """How many values a channel has: a float, or a tensor on an accelerator."""
+    eps: float
+    dtype: torch.dtype
+    """What torch keeps them in."""
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, for torch's kernels."""
+        mean, var = (numbers.to_tensor(each, self.dtype) for each in (self.mean, self.var))
+        return mean, var
+
+
 class _TorchKernels:
     """Of any dtype and memory layout."""
 
+    def zeros(self, count: int, like: Tensor) -> Numbers:
+        return numbers.zeros(count, like)
+
+    @np.errstate(all="ignore")  # as torch, of values that are not finite
     def moments(self, x: Tensor) -> Numbers:
         count = x.numel() // x.shape[1]
         if _channel_stride(x) >= _LONG and x.numel() > _MANY:
@@ -29,6 +61,13 @@ class _TorchKernels:
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)  # adds up in double precision
         return numbers.join((mean, var * count), count)
 
+    def gather(self, by_shard: Sequence[Numbers], collectives: ShardCollectives) -> Numbers:
+        return collectives.gather_numbers(by_shard)
+
+    def count(self, moments: Numbers, channels: int) -> float:
+        return float(moments[:, -1].sum())
+
+    @np.errstate(all="ignore")  # as torch, of values that are not finite
     def merge(self, moments: Numbers, shards: Sequence[Shard]) -> Statistics:
         channels = moments.shape[1] // 2
         means, squares, counts = moments[:, :channels], moments[:, channels:-1], moments[:, -1:]
@@ -73,12 +112,16 @@ class _TorchKernels:
             )
         return numbers.join((dot, total)), dot, total
 
+    def total(self, by_shard: Sequence[Numbers], collectives: ShardCollectives) -> Numbers:
+        return collectives.sum_numbers(by_shard)
+
+    @np.errstate(all="ignore")  # as torch, of values that are not finite
     def input_gradient(
         self,
         grad: Tensor,
         x: Tensor,
         weight: Tensor | None,
-        sums: Numbers,
+        total: Numbers,
         statistics: Statistics,
     ) -> Tensor:
         """Written as an affine map of x (one fused pass) plus scale * grad (another)."""
@@ -86,14 +129,14 @@ class _TorchKernels:
         scale = (statistics.var + statistics.eps) ** -0.5
         if weight is not None:
             scale = scale * numbers.from_tensor(weight)
-        factors = sums.reshape(2, -1) * (scale / -statistics.count)
+        factors = total.reshape(2, -1) * (scale / -statistics.count)
         slope, offset = numbers.to_tensor(factors[0], dtype), numbers.to_tensor(factors[1], dtype)
         affine = _affine(x, slope, offset, statistics)
         _, shape = all_but_channels(x)
         return affine.addcmul_(grad, numbers.to_tensor(scale, grad.dtype).view(shape))
 
 
-TORCH_KERNELS: Kernels = _TorchKernels()
+TORCH_KERNELS: Kernels[Numbers, Statistics] = _TorchKernels()
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 BUFFERS = 2
@@ -35,8 +33,6 @@ class Staging:
         self.slot_bytes: Final = self.part_bytes // ranks // _ALIGNMENT * _ALIGNMENT
         self._uses = 0
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
-        self._rows: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self._places = [[(rank + swap) % ranks for rank in range(ranks)] for swap in range(ranks)]
 
     def next_use(self) -> int:
         """The number of the next use, for `part` and `slot`; the same on all ranks."""
@@ -61,26 +57,15 @@ class Staging:
             self._views[dtype, numel, buffer] = views
         return views[swap:] + views[:swap]
 
-    def bytes_of(self, use: int, writer: int, length: int) -> memoryview:
-        """As `part`, of bytes."""
-        buffer, swap = use % BUFFERS, use // BUFFERS
-        part = (writer + swap) % self._ranks
-        offset = (buffer * self._ranks + part) * self.part_bytes
-        return self._memory[offset : offset + length]
-
-    def rows(self, numel: int) -> tuple[NDArray[np.float64], list[int]]:
-        """The first `numel` float64 of every part in the next use, and which row is each rank's."""
+    def bytes_of_parts(self, length: int) -> list[memoryview]:
+        """The first bytes of the part of every rank in the next use."""
         use = self.next_use()
-        buffer, swap = use % BUFFERS, use // BUFFERS % self._ranks
-        rows = self._rows.get((buffer, numel))
-        if rows is None:
-            if len(self._rows) >= _CACHED_VIEWS:
-                self._rows.clear()
-            offset = buffer * self._ranks * self.part_bytes
-            rows = self._rows[buffer, numel] = np.ndarray(
-                (self._ranks, numel), np.float64, self._memory, offset, (self.part_bytes, 8)
-            )
-        return rows, self._places[swap]
+        first, swap = use % BUFFERS * self._ranks, use // BUFFERS
+        parts = []
+        for writer in range(self._ranks):
+            offset = (first + (writer + swap) % self._ranks) * self.part_bytes
+            parts.append(self._memory[offset : offset + length])
+        return parts
 
     def slot(self, use: int, writer: int, reader: int, dtype: torch.dtype, numel: int) -> Tensor:
         """The first `numel` elements of the slot from `writer` to `reader` in this use."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from instep.distributed import numbers
 from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport
-from instep.distributed.numbers import Numbers
+from instep.distributed.numbers import Doubles, Numbers
 from instep.process import settings
 from instep.process.torch_private import foreach_add, foreach_add_
 from instep.training.blocks import Block
@@ -72,6 +72,16 @@ class ShardGroup:
         if self.is_virtual:  # in the order of the shards, whatever the number of ranks
             return self.gather_numbers(by_shard).sum(0)
         return numbers.sum_over_ranks(by_shard[0], self.transport)
+
+    def gather_doubles(self, by_shard: Sequence[Doubles]) -> Doubles:
+        """Every shard's numbers, one shard's after another's. Collective."""
+        return numbers.gather_doubles(b"".join(by_shard), self.transport)
+
+    def terms_over_shards(self, by_shard: Sequence[Doubles]) -> Doubles:
+        """Terms of the sum over all shards, one after another: one or several. Collective."""
+        if self.is_virtual:
+            return self.gather_doubles(by_shard)
+        return numbers.terms_over_ranks(by_shard[0], self.transport)
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum over all shards, from the tensors of this rank's, which it may overwrite.
