@@ -36,7 +36,7 @@ def contenders(channels: int) -> dict[str, Callable[[Tensor], Tensor]]:
     layer = nn.BatchNorm2d(channels)
     arguments = (layer.running_mean, layer.running_var, layer.weight, layer.bias, True)
 
-    def by(kernels: Callable[[], Kernels | None], x: Tensor) -> Tensor:
+    def by(kernels: Callable[[], Kernels[Any, Any] | None], x: Tensor) -> Tensor:
         batchnorm.cpu_kernels = kernels  # asked at each call
         return batchnorm.batch_norm(x, *arguments)
 

@@ -161,6 +161,16 @@ def test_the_kernels_in_c_leave_several_threads_to_torch(one_thread):
 
 
 @components.needs("C++")
+@pytest.mark.parametrize(
+    "name", ["moments", "merge", "update_running", "normalize", "sums", "input_gradient"]
+)
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_another_number_of_arguments_is_an_error(name, count):
+    with pytest.raises(TypeError):
+        getattr(in_c()._compiled, name)(*[None] * count)
+
+
+@components.needs("C++")
 def test_kernels_of_another_version_are_not_called(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "_INTERFACE", 0)
     assert cpu_kernels.cpu_kernels.__wrapped__() is None

@@ -176,7 +176,7 @@ typedef union {
     double number;
 } Value;
 
-#define MOST_ARGUMENTS 11
+#define MOST_ARGUMENTS 10
 
 /* Arguments as `kinds` says: t, a tensor; b, bytes; n, a size; d, a float. */
 static int are_read(PyObject *const *given, Size count, const char *kinds, Value *values)
