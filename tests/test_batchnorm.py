@@ -217,6 +217,30 @@ def test_every_rank_gets_the_numbers_of_all_in_their_order(length):
             assert (rows.sum(0) == total).all()
 
 
+def step_whose_saved_rows_come_back_otherwise_on_rank_0():
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.BatchNorm2d(4)
+    instep.replicate(layer)
+    x, pull = instep.shard(torch.randn((2, 11, 4, 5, 4), generator=generator).unbind())
+
+    def unpack(saved):
+        is_other = instep.rank == 0 and saved.dim() == 4
+        return saved.contiguous(memory_format=torch.channels_last) if is_other else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        y = layer(x.requires_grad_())
+    (y * pull).flatten(1).sum(1).mean().backward()
+    return x.grad, layer.weight.grad, layer.bias.grad
+
+
+def test_ranks_may_compute_the_gradient_by_other_kernels():
+    ((whole, *expected),) = run(1, step_whose_saved_rows_come_back_otherwise_on_rank_0)
+    found = run(2, step_whose_saved_rows_come_back_otherwise_on_rank_0)
+    torch.testing.assert_close(torch.cat([rows for rows, *_ in found]), whole)
+    for _, *theirs in found:
+        torch.testing.assert_close(theirs, expected)
+
+
 @ranks(2)
 def test_frozen_layers_do_not_talk():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())

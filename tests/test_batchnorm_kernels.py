@@ -148,9 +148,10 @@ def test_what_backward_gets_in_another_way_is_left_to_torch(other):
     expected, *_ = in_c().sums(X, X, statistics)
     dx = in_c().input_gradient(X, X, None, expected, statistics)
     for grad, x in ((other, X), (X, other)):
-        sums, *_ = in_c().sums(grad, x, statistics)
+        kernels, theirs = in_c().for_backward(statistics, [grad], [x, None, None])
+        sums, *_ = kernels.sums(grad, x, theirs)
         np.testing.assert_allclose(as_array(sums), as_array(expected), rtol=1e-5)
-        found = in_c().input_gradient(grad, x, None, sums, statistics)
+        found = kernels.input_gradient(grad, x, None, sums, theirs)
         torch.testing.assert_close(found.as_subclass(torch.Tensor), dx, check_stride=False)
 
 

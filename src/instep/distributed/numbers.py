@@ -7,7 +7,7 @@ No array shares memory with a tensor of the script: PyTorch could not resize tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -92,15 +92,16 @@ def gather(numbers: Numbers, transport: NumbersTransport) -> Numbers:
     """Every rank's numbers, in rows. Collective."""
     if isinstance(numbers, Tensor):
         return torch.stack(transport.all_gather(numbers))
-    if all_gather_bytes := _gathering_bytes(transport):
+    if all_gather_bytes := getattr(transport, "all_gather_bytes", None):
         return np.frombuffer(all_gather_bytes(numbers.tobytes())).reshape(-1, len(numbers))
     return torch.stack(transport.all_gather(torch.from_numpy(numbers))).numpy()
 
 
 def gather_doubles(mine: Doubles, transport: NumbersTransport) -> Doubles:
     """Every rank's numbers, one rank's after another's. Collective."""
-    if all_gather_bytes := _gathering_bytes(transport):
-        return all_gather_bytes(mine)
+    if all_gather_bytes := getattr(transport, "all_gather_bytes", None):
+        gathered: Doubles = all_gather_bytes(mine)
+        return gathered
     return torch.cat(transport.all_gather(_tensor_of(mine))).numpy().tobytes()
 
 
@@ -113,7 +114,7 @@ def gather_values(values: Sequence[float], transport: ValuesTransport) -> list[l
 
 def sum_over_ranks(numbers: Numbers, transport: NumbersTransport) -> Numbers:
     """The sum of every rank's numbers, which it may overwrite. Collective."""
-    if _gathering_bytes(transport):
+    if hasattr(transport, "all_gather_bytes"):
         return gather(numbers, transport).sum(0)
     tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
     transport.all_reduce(tensor, "sum").wait()
@@ -122,8 +123,9 @@ def sum_over_ranks(numbers: Numbers, transport: NumbersTransport) -> Numbers:
 
 def terms_over_ranks(mine: Doubles, transport: NumbersTransport) -> Doubles:
     """Terms of the sum of every rank's numbers, one after another: one or several. Collective."""
-    if all_gather_bytes := _gathering_bytes(transport):
-        return all_gather_bytes(mine)
+    if all_gather_bytes := getattr(transport, "all_gather_bytes", None):
+        gathered: Doubles = all_gather_bytes(mine)
+        return gathered
     tensor = _tensor_of(mine)
     transport.all_reduce(tensor, "sum").wait()
     return tensor.numpy().tobytes()
@@ -144,10 +146,6 @@ def each_on_any_rank(conditions: Sequence[bool], transport: FlagsTransport) -> l
     flags = torch.tensor(conditions, dtype=torch.int32, device=transport.control_device)
     transport.all_reduce(flags, "max").wait()
     return [bool(flag) for flag in flags.tolist()]
-
-
-def _gathering_bytes(transport: Any) -> Callable[[bytes], bytes] | None:
-    return getattr(transport, "all_gather_bytes", None)
 
 
 def _tensor_of(doubles: Doubles) -> Tensor:

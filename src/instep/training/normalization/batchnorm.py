@@ -156,10 +156,11 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, kernels, statistics = ctx.saved_tensors, ctx.kernels, ctx.statistics
+        tensors = ctx.saved_tensors
         inputs, weights, biases = _thirds(tensors)
         if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
             return _differentiable_backward(ctx, grads[0], tensors)
+        kernels, statistics = ctx.kernels.for_backward(ctx.statistics, grads, tensors)
         own = [kernels.sums(g, x, statistics) for g, x in zip(grads, inputs, strict=True)]
         by_shard = [sums for sums, _, _ in own]
         if ctx.is_placeholder:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.numbers import Doubles
-from instep.training.normalization.kernels import Shard, ShardCollectives
+from instep.training.normalization.kernels import Kernels, Shard, ShardCollectives
 from instep.training.normalization.torch_kernels import TORCH_KERNELS, Statistics
 
 _INTERFACE = 2
@@ -87,14 +87,17 @@ class _CpuKernels:
         )
         return output
 
+    def for_backward(
+        self, statistics: CpuStatistics, grads: Sequence[Tensor], saved: Sequence[Tensor | None]
+    ) -> tuple[Kernels[Any, Any], Any]:
+        if all(map(_is_plain, saved)) and all(_is_plain(grad.contiguous()) for grad in grads):
+            return self, statistics
+        return TORCH_KERNELS, statistics.for_torch()
+
     def sums(
         self, grad: Tensor, x: Tensor, statistics: CpuStatistics
     ) -> tuple[Doubles, Tensor, Tensor]:
-        grad = grad.contiguous()
-        if not (_is_plain(grad) and _is_plain(x)):  # hooks may give back other saved tensors
-            found, *as_grads = TORCH_KERNELS.sums(grad, x, statistics.for_torch())
-            return np.asarray(found).tobytes(), as_grads[0], as_grads[1]
-        channels = x.shape[1]
+        grad, channels = grad.contiguous(), x.shape[1]
         for_weight, for_bias = x.new_empty(channels), x.new_empty(channels)
         sums = self._compiled.sums(
             *(grad.data_ptr(), x.data_ptr(), *_shape(x)),
@@ -115,11 +118,7 @@ class _CpuKernels:
         total: Doubles,
         statistics: CpuStatistics,
     ) -> Tensor:
-        grad = grad.contiguous()
-        if not (_is_plain(grad) and _is_plain(x) and _is_plain(weight)):
-            added = np.frombuffer(total).reshape(-1, 2 * x.shape[1]).sum(0)
-            return TORCH_KERNELS.input_gradient(grad, x, weight, added, statistics.for_torch())
-        output = torch.empty_like(x)
+        grad, output = grad.contiguous(), torch.empty_like(x)
         self._compiled.input_gradient(
             *(grad.data_ptr(), x.data_ptr(), *_shape(x)),
             *statistics,

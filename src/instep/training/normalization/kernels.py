@@ -77,6 +77,12 @@ class Kernels(Protocol[N, S]):
     ) -> Tensor:
         """The output of one shard."""
 
+    def for_backward(
+        self, statistics: S, grads: Sequence[Tensor], saved: Sequence[Tensor | None]
+    ) -> tuple[Kernels[Any, Any], Any]:
+        """The kernels that take these gradients and saved tensors, which hooks may have changed,
+        and the statistics for them. Those of other ranks may be others."""
+
     def sums(self, grad: Tensor, x: Tensor, statistics: S) -> tuple[N, Tensor, Tensor]:
         """Of each channel of these rows sum(grad * x_hat) and sum(grad): as numbers, and as the
         gradients of weight and bias."""

@@ -93,6 +93,11 @@ class _TorchKernels:
         offset = None if bias is None else in_dtype(bias, statistics.dtype)
         return _affine(x, slope, offset, statistics)
 
+    def for_backward(
+        self, statistics: Statistics, grads: Sequence[Tensor], saved: Sequence[Tensor | None]
+    ) -> tuple[Kernels[Any, Any], Any]:
+        return self, statistics
+
     def sums(
         self, grad: Tensor, x: Tensor, statistics: Statistics
     ) -> tuple[Numbers, Tensor, Tensor]:
