@@ -1,7 +1,7 @@
 """Simulated watchers of many ranks, which speak to the real hub in a process of its own.
 
 A watcher here is a socket of one process, with the messages that `watchdog/watcher.py` sends. The
-hub is `watchdog/hub.py` as rank 0's watcher runs it.
+hub is `watchdog/hub/hub.py` as rank 0's watcher runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub import Hub
+from instep.distributed.watchdog.hub.hub import Hub
 from instep.process.procfs import read_stat
 
 TOKEN = "0123456789abcdef"

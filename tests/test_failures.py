@@ -21,8 +21,9 @@ from instep.distributed.flight_record.record_format import BYTES
 from instep.distributed.watchdog import watcher
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.failure_analysis import find_deadlock
-from instep.distributed.watchdog.hub import COLLECT_SECONDS, Hub
+from instep.distributed.watchdog.hub.deadlocks import find_deadlock
+from instep.distributed.watchdog.hub.first_failure import COLLECT_SECONDS
+from instep.distributed.watchdog.hub.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.process.exit_status import describe_exit, format_failure, rank_ranges, shell_exit_code
 from instep.process.procfs import exit_code
@@ -239,7 +240,7 @@ def test_all_watchers_look_closely_when_a_rank_waits_at_the_end_of_its_script() 
             ours, theirs = socket.socketpair()
             ends.append(theirs)
             ours.settimeout(20)
-            hub.add_client(theirs)
+            hub.new_connections.add(theirs)
             watchers.append(Connection(ours))
             watchers[-1].send("hello", rank=rank, host="a", token="token")
         running = threading.Thread(target=loop.run)
@@ -326,7 +327,7 @@ class FakeWatcher:
         ours, self._hubs = socket.socketpair()
         ours.settimeout(20)
         self._loop, self._connection = loop, Connection(ours)
-        hub.add_client(self._hubs)
+        hub.new_connections.add(self._hubs)
         self.tell("hello", rank=rank, host="a", token="token")
 
     def tell(self, message_type: str, **fields: object) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from instep.distributed.conditions import advise_on_condition
 from instep.distributed.errors import DisagreementError
-from instep.distributed.watchdog.failure_analysis import format_waits
+from instep.distributed.watchdog.hub.deadlocks import format_waits
 from instep.distributed.watchdog.mismatch import EnteredCollectives, are_steps
 
 pytestmark = pytest.mark.slow

@@ -26,8 +26,8 @@ from instep.distributed.rendezvous import arrival_wait, join_check
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.failure_analysis import find_deadlock
-from instep.distributed.watchdog.hub import SUSPECT_SECONDS, Hub
+from instep.distributed.watchdog.hub.deadlocks import SUSPECT_SECONDS, find_deadlock
+from instep.distributed.watchdog.hub.hub import Hub
 from instep.distributed.watchdog.messages import is_valid
 from instep.distributed.watchdog.mismatch import EnteredCollectives
 from instep.launch.multi_node.clients import ClientListener
@@ -71,7 +71,7 @@ class Watched:
             ours.settimeout(20)
             self.ours.append(ours)
             self.theirs.append(theirs)
-            self.hub.add_client(theirs)
+            self.hub.new_connections.add(theirs)
 
     def tell(self, of: int, message_type: str, **fields: object) -> None:
         """Let the hub handle a message of the watcher of rank `of`."""
@@ -107,14 +107,14 @@ def test_watchers_that_all_connect_before_any_says_who_it_is_are_not_taken_for_s
     watched: Watched,
 ) -> None:
     watched.say_hello()
-    assert watched.hub.connected_ranks() == set(range(MANY))
+    assert watched.hub.job.connected_ranks() == set(range(MANY))
 
 
 def test_strangers_are_limited_once_all_ranks_are_connected(watched: Watched) -> None:
     watched.say_hello()
     ends = [socket.socketpair() for _ in range(65)]
     for _, theirs in ends:
-        watched.hub.add_client(theirs)
+        watched.hub.new_connections.add(theirs)
     assert [theirs.fileno() < 0 for _, theirs in ends] == [True] + [False] * 64
     for pair in ends:
         for each in pair:
@@ -128,8 +128,8 @@ def test_the_ends_of_many_ranks_are_told_together(watched: Watched) -> None:
     told = [m["ranks"] for m in watched.said_to(0) if m["type"] == "ended"]
     assert told == [[[1, 1]]]  # the first at once
     for _, callback in watched.loop.due:
-        if callback == watched.hub._tell_ended:
-            watched.hub._tell_ended()
+        if callback == watched.hub.ends._tell:
+            watched.hub.ends._tell()
             break
     told = [m["ranks"] for m in watched.said_to(0) if m["type"] == "ended"]
     assert told == [[[2, MANY - 1]]]
@@ -171,7 +171,8 @@ def test_what_ranks_tell_after_a_disagreement_was_reported_is_not_compared_again
     for rank, op in enumerate(("barrier", "broadcast", "barrier")):
         watched.tell(rank, "collectives", steps=[["0", 1, len(op), f"{op} at a:{rank}"]])
     assert "barrier at a:0 on rank 0; broadcast at a:1 on rank 1" in capfd.readouterr().err
-    assert watched.hub._entered.find_mismatch() == {"barrier at a:0": [0], "broadcast at a:1": [1]}
+    entered = watched.hub._mismatch._entered
+    assert entered.find_mismatch() == {"barrier at a:0": [0], "broadcast at a:1": [1]}
 
 
 def test_members_are_ranges() -> None:

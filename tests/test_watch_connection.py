@@ -10,7 +10,7 @@ import torch.distributed as dist
 from instep.distributed.watchdog import call_stack
 from instep.distributed.watchdog.connection import KEEPALIVE, connect
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub import Hub
+from instep.distributed.watchdog.hub.hub import Hub
 
 
 def own_address():
@@ -27,10 +27,10 @@ def kept_alive(address):
     """Both ends of a connection: a rank's watcher, and the hub."""
     loop, accepted = EventLoop(), []
     with socket.create_server((address, 0)) as server:
-        hub = Hub(loop, 2, server, "token")
-        hub.add_client = accepted.append
+        new = Hub(loop, 2, server, "token").new_connections
+        new.add = accepted.append
         with connect([address], server.getsockname()[1]) as sock:
-            hub._accept()
+            new._accept()
             with accepted[0] as other:
                 return [_probes_after(end) for end in (sock, other)]
 

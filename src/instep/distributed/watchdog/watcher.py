@@ -17,7 +17,6 @@ from pathlib import Path
 from instep.distributed.flight_record.record_format import read
 from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.distributed.watchdog.progress_checks import ProgressChecks
@@ -319,10 +318,12 @@ def main(fd: str) -> None:
 
 def _start_hub(loop: EventLoop, start: Message) -> socket.socket:
     """Start the hub in this process, which is rank 0's watcher; returns its connection to it."""
+    from instep.distributed.watchdog.hub.hub import Hub  # the other watchers do without it
+
     listener = socket.socket(fileno=start["listener"])
     ours, theirs = socket.socketpair()
     hub = Hub(loop, start["size"], listener, start["token"], start["pid"])
-    hub.add_client(theirs)
+    hub.new_connections.add(theirs)
     with suppress(OSError):
         JobSocket(loop, start["pid"], hub.stalls.handle_request)
     return ours

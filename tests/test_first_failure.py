@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instep.distributed.watchdog.failure_analysis import RESOLUTION, find_first_failure
+from instep.distributed.watchdog.hub.first_failure import RESOLUTION, find_first_failure
 from instep.distributed.watchdog.messages import failure_fields
 
 
