@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 import components
-from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.interrupt_coordinator import (
+from instep.distributed.watchdog.signals import rank_signals
+from instep.distributed.watchdog.signals.signal_coordinator import (
     NO_COLLECTIVE_POLLS,
     SAME_LINE_POLLS,
     STALLED_NOW_POLLS,
     STALLED_POLLS,
     UNCONNECTED_POLLS,
-    InterruptCoordinator,
+    JobSignal,
     SignalCoordinator,
 )
 from launching import LAUNCHER_VARIABLES, Launch
@@ -265,7 +265,7 @@ def test_a_signal_that_comes_again_takes_effect_again() -> None:
             coordinators.handle(rank, "paused", {"signal": number, "count": 3})
             coordinators.handle(rank, "interrupted", {"signal": number, "line": "a:1"})
         coordinators.handle(0, "interrupt", {"signal": number})  # it is being handled
-        coordinators._coordinators[number]._poll()
+        coordinators._signals[number]._poll()
     assert told.words == [("pause", None), ("interrupt_at", 4)] * 2
 
 
@@ -349,8 +349,8 @@ class Told:
         self.text = text
 
 
-def begun(told: Told, *counts: int, number: int = signal.SIGINT) -> InterruptCoordinator:
-    coordinator = InterruptCoordinator(EventLoop(), told, number)
+def begun(told: Told, *counts: int, number: int = signal.SIGINT) -> JobSignal:
+    coordinator = JobSignal(EventLoop(), told, number)
     coordinator.handle(1, "interrupt", {})
     coordinator.handle(0, "interrupt", {})
     for rank, count in enumerate(counts):
@@ -358,7 +358,7 @@ def begun(told: Told, *counts: int, number: int = signal.SIGINT) -> InterruptCoo
     return coordinator
 
 
-def looks(coordinator: InterruptCoordinator, count: int, *points: tuple[int, str]) -> None:
+def looks(coordinator: JobSignal, count: int, *points: tuple[int, str]) -> None:
     for _ in range(count):
         for rank, (number, line) in enumerate(points):
             coordinator.handle(rank, "progress", {"count": number, "line": line})
@@ -444,7 +444,7 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path, me
     program = tmp_path / "loads.py"
     program.write_text(
         "import os, signal, torch\n"
-        "from instep.distributed.watchdog import interrupts\n"
+        "from instep.distributed.watchdog.signals.rank_signals import rank_signals\n"
         "class Data(torch.utils.data.Dataset):\n"
         "    def __len__(self):\n"
         "        return 4\n"
@@ -452,7 +452,7 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path, me
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        return index\n"
         "if __name__ == '__main__':\n"
-        "    interrupts.install(print)\n"
+        "    rank_signals.install(print)\n"
         "    loader = torch.utils.data.DataLoader(\n"
         f"        Data(), None, num_workers=1, multiprocessing_context={method!r})\n"
         "    print(list(loader))\n"
@@ -473,12 +473,12 @@ def test_an_exception_of_a_signals_handler_is_known_as_one():
         with pytest.raises(SystemExit) as by_signal:
             signal.raise_signal(signal.SIGUSR1)
     finally:
-        known = interrupts.is_from_signal(by_signal.value)
+        known = rank_signals.is_from_signal(by_signal.value)
         signal.signal(signal.SIGUSR1, before)
     with pytest.raises(SystemExit) as by_script:
         sys.exit("by the script")
     assert known
-    assert not interrupts.is_from_signal(by_script.value)
+    assert not rank_signals.is_from_signal(by_script.value)
     with pytest.raises(KeyboardInterrupt) as here:  # in a process that waits for no other
         raise KeyboardInterrupt
-    assert interrupts.is_from_signal(here.value)
+    assert rank_signals.is_from_signal(here.value)

@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 
 import instep
-from instep.distributed.watchdog import interrupts
+from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.errors import DisagreementError, LoadingError
 from instep.process.patching import PatchHandle, replaced
 from instep.unedited.data import loaders
@@ -388,7 +388,7 @@ def test_what_is_no_exception_is_raised_on_every_rank_too(error):
             next(loop)
         return first, list(loop)
 
-    with replaced((interrupts, "_process", os.getpid())):  # as in a job, which handles Ctrl-C
+    with replaced((rank_signals, "process", os.getpid())):  # as in a job, which handles Ctrl-C
         assert same(load(iter), load(batches))
 
 

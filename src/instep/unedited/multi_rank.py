@@ -24,8 +24,9 @@ from instep.distributed.errors import AuthenticationError, DisagreementError
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
-from instep.distributed.watchdog import client, interrupts
+from instep.distributed.watchdog import client
 from instep.distributed.watchdog.call_stack import wait_at_exit
+from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import pending_writes, print_line, settings
 from instep.process.import_hooks import after_import
 from instep.process.torch_private import allow_repeated_backward
@@ -137,7 +138,7 @@ class MultiRankSession:
         if can_use_one_process(self.world):
             set_fallback(Fallback(self._threads, self))
             self._relay.before_waiting = leave_others
-            interrupts.set_listener(may_interrupt)
+            rank_signals.listener = may_interrupt
 
     def _begin(self) -> None:
         """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
@@ -208,7 +209,7 @@ class MultiRankSession:
         loaders.stop_sharing()
         kernels.release()
         note_backward(is_summed=False)
-        interrupts.disconnect()
+        rank_signals.disconnect()
         launcher_env.unset_threads()
         cores.apply()
         threads = "1 thread" if cores.threads == 1 else f"{cores.threads} threads"

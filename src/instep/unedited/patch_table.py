@@ -12,7 +12,7 @@ import signal
 import torch
 from torch import nn
 
-from instep.distributed.watchdog import interrupts
+from instep.distributed.watchdog.signals import script_handlers
 from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
 from instep.process.torch_private import VF, loader_signals
@@ -34,9 +34,9 @@ from instep.unedited.std_streams import STREAM_PATCHES, WARNING_PATCHES
 
 SIGNAL_PATCHES = patches(
     "a signal takes effect at the same point of the script on every rank",
-    (signal, "signal", interrupts.set_handler),
-    (signal, "getsignal", interrupts.get_handler),
-    (signal, "raise_signal", interrupts.raise_signal),
+    (signal, "signal", script_handlers.set_handler),
+    (signal, "getsignal", script_handlers.get_handler),
+    (signal, "raise_signal", script_handlers.raise_signal),
 )
 
 WORKER_PATCHES = patches(

@@ -25,8 +25,8 @@ from instep.distributed.flight_record.recorder import enter, leaving
 from instep.distributed.identity.torch_devices import control_device
 from instep.distributed.pending import Pending, RoundedSum
 from instep.distributed.rendezvous import bootstrap, signed_pickle
-from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
+from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import settings
 from instep.process.torch_private import foreach_copy_
 
@@ -122,8 +122,8 @@ class ProcessGroupTransport:
         self.control_device = control_device(group)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._weak_group = None if group is None else weakref.ref(group)
-        # Collectives of some of the ranks are not counted: see `watchdog.interrupts`.
-        self._count = interrupts.count_collective if group is None else lambda: None
+        # Collectives of some of the ranks are not counted: see `watchdog.signals`.
+        self._count = rank_signals.count_collective if group is None else lambda: None
         members = group or dist.group.WORLD
         assert members is not None
         self._ranks = dist.get_process_group_ranks(members)

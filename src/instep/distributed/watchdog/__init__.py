@@ -9,6 +9,6 @@ rank 1 ── connection ── watcher of rank 1 ─┐
 rank 2 ── connection ── watcher of rank 2 ─┼─ hub, in the watcher of rank 0 ── connection ── rank 0
 ```
 
-It leans on `process` and on `identity`. `client` (begin there), `interrupts` and `call_stack`
+It leans on `process` and on `identity`. `client` (begin there), `call_stack`
 run in the rank; the others are the watcher's program, which imports the standard library only.
 """

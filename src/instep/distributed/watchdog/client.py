@@ -29,13 +29,13 @@ from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
-from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import (
     format_main_thread_stack,
     main_thread_line,
     main_thread_wait,
 )
 from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.distributed.watchdog.stalls import python_stacks
 from instep.distributed.watchdog.torch_trace import traced_steps
 from instep.process import isolated_command, pending_writes, settings, write_text
@@ -193,7 +193,7 @@ class WatcherClient:
             stack_signal=int(python_stacks.STACK_SIGNAL),
             **(hub | passed),
         )
-        interrupts.install(self.send)
+        rank_signals.install(self.send)
         self._listener = threading.Thread(target=self._listen, name="instep watch", daemon=True)
         self._listener.start()
         atexit.register(self._finish)
@@ -273,7 +273,7 @@ class WatcherClient:
                 self._handle(message.pop("type"), message)
         self._decided.set()
         self._rank_0_waits.set()
-        interrupts.disconnect()
+        rank_signals.disconnect()
         self._connection.close()
         os.close(self._seen)
         with suppress(ChildProcessError):  # the script waits for all children itself
@@ -305,7 +305,7 @@ class WatcherClient:
         elif message_type == "abort":
             self._abort(message["text"], message["awaited_rank"])
         else:
-            interrupts.handle_message(message_type, {"line": main_thread_line(), **message})
+            rank_signals.handle_message(message_type, {"line": main_thread_line(), **message})
 
     def _record_line(self) -> None:
         write_position(self._seen, main_thread_line())

@@ -41,9 +41,9 @@ SIGNALS_FOR_THE_RANK = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
 )
 """Slurm sends a job's signals to every process of a task."""
-INTERRUPTS_TO_HUB = ("interrupt", "paused", "progress", "interrupted")
-INTERRUPTS_TO_RANK = ("pause", "interrupt_at", "interrupt_now", "get_progress")
-"""Messages about a Ctrl-C, which the watcher only forwards."""
+SIGNALS_TO_HUB = ("interrupt", "paused", "progress", "interrupted")
+SIGNALS_TO_RANK = ("pause", "interrupt_at", "interrupt_now", "get_progress")
+"""Messages about signals that take effect on all ranks, which the watcher only forwards."""
 
 
 class WatchedProcess:
@@ -151,7 +151,7 @@ class Watcher:
                 self._checks.add_position(message["wait"])
             elif message_type == "stacks":
                 self._stalls.add_stacks(message)
-            elif message_type in (*INTERRUPTS_TO_HUB, "collectives"):
+            elif message_type in (*SIGNALS_TO_HUB, "collectives"):
                 self._hub.send(message_type, **message)
             elif message_type == "remove_folders":
                 self._process.folders = message["own"], message["shared"]
@@ -258,7 +258,7 @@ class Watcher:
                     self._rank_connection.send("get_collectives", **message)
             elif message_type == "over":
                 self._print_failure()
-            elif message_type in INTERRUPTS_TO_RANK:
+            elif message_type in SIGNALS_TO_RANK:
                 self._rank_connection.send(message_type, **message)
 
     def _job_failed(self, first: Message) -> None:

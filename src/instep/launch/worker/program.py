@@ -7,7 +7,7 @@ from pathlib import Path
 
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import job_fingerprint
-from instep.distributed.watchdog import interrupts
+from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.launch.worker import (
     local_rank_argument,
     main_module,
@@ -45,7 +45,7 @@ def run_program(
         main_module.run_as_main(command, _saved_in(folder, command))
     else:
         main_module.run_as_main(command)
-    interrupts.end_of_script()
+    rank_signals.end_of_script()
 
 
 def _saved_in(folder: str, command: Sequence[str]) -> main_module.Compile:

@@ -21,7 +21,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
-from instep.distributed.watchdog import interrupts
+from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread, print_line, settings
 from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
@@ -344,7 +344,7 @@ class WholeBatchIterator:
             raise
         except BaseException as error:
             # Without a plan it was raised by the sampler, on every rank.
-            if not self._row_sampler.planned or interrupts.is_from_signal(error):
+            if not self._row_sampler.planned or is_from_signal(error):
                 raise
             return error
 

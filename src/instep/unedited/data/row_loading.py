@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.watchdog.interrupts import is_from_signal
+from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all

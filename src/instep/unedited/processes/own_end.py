@@ -7,7 +7,7 @@ import signal
 from typing import Any, Protocol
 
 from instep.distributed.communication.rank_local import is_rank_local
-from instep.distributed.watchdog import interrupts
+from instep.distributed.watchdog.signals import script_handlers
 from instep.process import in_main_thread
 from instep.process.patching import Function
 from instep.unedited.processes import children
@@ -54,7 +54,7 @@ def kill(original: Function, pid: int, number: int) -> Any:
     """For os.kill, of the process itself or of a command."""
     ends = number in _DEADLY and signal.getsignal(number) is signal.SIG_DFL
     if pid == os.getpid():
-        interrupts.announce_own(number)
+        script_handlers.announce_own(number)
     if pid == os.getpid() and ends and (ranks := _own_ranks()):
         ranks.wait_to_exit(-number)
     return children.kill(original, pid, number)

@@ -13,8 +13,8 @@ from instep.distributed.watchdog.hub.job_state import JobState
 from instep.distributed.watchdog.hub.mismatch_check import MismatchCheck
 from instep.distributed.watchdog.hub.new_connections import NewConnections
 from instep.distributed.watchdog.hub.rank_ends import RankEnds
-from instep.distributed.watchdog.interrupt_coordinator import SignalCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
+from instep.distributed.watchdog.signals.signal_coordinator import SignalCoordinator
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from instep.process.exit_status import rank_ranges
 

@@ -26,7 +26,7 @@ _STDERR = 2
 
 
 class Ranks(Protocol):
-    """The hub, as a survey needs it."""
+    """The hub's `JobState`, as a survey needs it."""
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""

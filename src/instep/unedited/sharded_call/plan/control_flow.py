@@ -22,7 +22,7 @@ from zlib import crc32
 from numpy import ndarray
 from torch import Tensor
 
-from instep.distributed.watchdog.interrupts import is_of_handler
+from instep.distributed.watchdog.signals.rank_signals import is_of_handler
 from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame

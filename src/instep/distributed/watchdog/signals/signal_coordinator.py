@@ -25,7 +25,7 @@ ranks may be interrupted where they are."""
 
 
 class JobControl(Protocol):
-    """The part of the hub that is used here."""
+    """The hub's `JobState`, as it is used here."""
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every rank."""
@@ -44,30 +44,30 @@ class JobControl(Protocol):
 
 
 class SignalCoordinator:
-    """The coordinators of the signals that have come to this job, one for each."""
+    """The signals that have come to this job."""
 
     def __init__(self, loop: EventLoop, job: JobControl) -> None:
         self._loop, self._job = loop, job
-        self._coordinators: dict[int, InterruptCoordinator] = {}
+        self._signals: dict[int, JobSignal] = {}
 
     def add_rank(self, rank: int, connection: Connection) -> None:
         """A rank has connected, perhaps after the others were interrupted."""
-        for coordinator in self._coordinators.values():
-            coordinator.add_rank(rank, connection)
+        for each in self._signals.values():
+            each.add_rank(rank, connection)
 
     def handle(self, rank: int, message_type: str, message: Message) -> None:
         """Handle a message of a rank; other messages are ignored."""
         number = message.get("signal")
         if number is None:
             return
-        known = self._coordinators.get(number)
+        known = self._signals.get(number)
         if known is None or (known.is_over and message_type == "interrupt"):
-            known = InterruptCoordinator(self._loop, self._job, number)
-            self._coordinators[number] = known
+            known = JobSignal(self._loop, self._job, number)
+            self._signals[number] = known
         known.handle(rank, message_type, message)
 
 
-class InterruptCoordinator:
+class JobSignal:
     """One signal, from the first rank that reports it until it has taken effect on all.
 
     Ctrl-C ends a job whose ranks come to no common point. Another signal takes effect where they
