@@ -137,15 +137,14 @@ def unedited(layers: str) -> Iterator[None]:
         generations = Generations(f"{layers}/rank{world.rank}", layers)
         files = OverlayFiles(generations.rank_layer, generations.before)
     with seen_through(files):
-        children.install(
-            relay, GenerationChange(files, layers, generations), patch_table.install_files
-        )
+        change = GenerationChange(files, layers, generations)
+        children.set_sharing(children.SharedCommands(relay, change, patch_table.install_files))
         patched = PatchHandle(PROCESS_PATCHES)
         try:
             yield
         finally:
             patched.remove()
-            children.uninstall()
+            children.set_sharing(None)
 
 
 def on_this_rank(name: str, folder: str, layers: str) -> list[Any]:

@@ -99,10 +99,10 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
 WRITES_SLOWLY = """
 import ctypes, os
 import torch
-from instep.unedited import multi_rank
+from instep.unedited.processes import failure_reports
 
-multi_rank.PATIENCE = 0.01
-announce = multi_rank.client.announce_failure
+failure_reports.PATIENCE = 0.01
+announce = failure_reports.client.announce_failure
 class Announced:
     "Tells the test when rank 1 has looked often enough whether rank 0 waits."
     def __init__(self):
@@ -113,7 +113,7 @@ class Announced:
             libc, line = ctypes.CDLL(None), b'["rank 1 waits"]\\n'
             libc.write(libc.open(os.environ["EVENTS"].encode(), os.O_WRONLY), line, len(line))
         return self.rank_0_waits.wait(seconds)
-multi_rank.client.announce_failure = Announced
+failure_reports.client.announce_failure = Announced
 for _ in range(4):
     print("x" * 50_000, flush=True)
 print("end", flush=True)

@@ -10,8 +10,9 @@ import torch
 from instep.distributed.identity import accelerators, launchers
 from instep.distributed.identity.world import World
 from instep.launch.worker import static_opt_out
-from instep.unedited import launcher_env, multi_rank, opt_out
+from instep.unedited import launcher_env, opt_out
 from instep.unedited.opt_out import BatchEffect
+from instep.unedited.processes import failure_reports
 from instep.unedited.session import fix_hash_seed, print_opt_out
 from test_unedited_world import RUN, Place
 
@@ -314,12 +315,10 @@ class Store(dict):
 
 @pytest.mark.parametrize(("said", "reports"), [(b"lost", False), (b"other", True), (None, True)])
 def test_a_failure_of_all_ranks_is_reported_once(said, reports):
-    session = object.__new__(multi_rank.MultiRankSession)
-    session._has_failed, session._installed = False, True
-    session.world = World(rank=1, size=2, local_rank=1, local_size=2)
-    session._store = Store({} if said is None else {multi_rank._FAILED: said})
-    assert session.reports_failure("lost") is reports
-    assert session.reports_failure("lost"), "one that follows is another one"
+    store = Store({} if said is None else {failure_reports._FAILED: said})
+    failures = failure_reports.FailureReports(store, World(1, 2, 1, 2))
+    assert failures.is_to_report("lost") is reports
+    assert failures.is_to_report("lost"), "one that follows is another one"
 
 
 @pytest.mark.parametrize("own_group", ["", "torch.distributed.init_process_group()\n"])

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from time import monotonic
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -20,7 +19,6 @@ from instep.distributed.communication import rank_local
 from instep.distributed.communication.collectives import barrier
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.transport import get_transport, use_transport
-from instep.distributed.errors import AuthenticationError, DisagreementError
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
@@ -30,7 +28,7 @@ from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import pending_writes, print_line, settings
 from instep.process.import_hooks import after_import
 from instep.process.torch_private import allow_repeated_backward
-from instep.process.tracebacks import format_error, root_cause
+from instep.process.tracebacks import format_error
 from instep.training.draws import kernels
 from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
@@ -40,6 +38,7 @@ from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.layer_directories import LayerDirectories, SharedDirectory
 from instep.unedited.processes import children, own_end
 from instep.unedited.processes.command_files import GenerationChange
+from instep.unedited.processes.failure_reports import FailureReports
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.counting import call_counts
 from instep.unedited.sharded_call.one_process.cores import (
@@ -57,13 +56,6 @@ from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.run import backward, region
 from instep.unedited.sharded_call.run.sharded_output import has_sharded_outputs
 
-PATIENCE = 1.5
-"""Seconds. If all ranks fail in the same way, rank 0 has reported it by then, unless it is behind:
-it alone writes files and prints."""
-LONGEST_PATIENCE = 30.0
-"""Seconds, for a rank 0 that waits for nobody: it may be writing to a slow disk or pipe."""
-_POLL = 0.5
-"""Seconds between two looks of each rank at rank 0's store."""
 LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
@@ -71,7 +63,8 @@ _NO_CALLS = (
     "that instep sees. (Calls of a class that defines __call__ itself, and those inside of a "
     "function that torch.compile compiles are not seen.) [INS712]"
 )
-_INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
+_INFO, _DONE = "info", "done"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,8 @@ class MultiRankSession:
     def __init__(self, on_opt_out: opt_out.OnOptOut) -> None:
         """Join the other ranks and install everything. Collective. Raises LaunchError."""
         self._installed = False
-        self._has_failed = False
+        self._at_end, self._sharing = ExitStack(), ExitStack()
+        """What restores everything, and what ends that the ranks share their work."""
         self._alone = ExitStack()
         """Of rank 0, once it goes on alone."""
         self._process = os.getpid()
@@ -101,6 +95,7 @@ class MultiRankSession:
         self._excepthook_before = sys.excepthook
         atexit.register(self._wait_for_all_ranks)
         self._store = dist.PrefixStore("instep", bootstrap.store())
+        self._failures = FailureReports(self._store, self.world)
         info = _exchange_info(self._store, self.world)
         self.seed = info.seed
         self._directories = LayerDirectories(info.directory, self.world)
@@ -114,31 +109,58 @@ class MultiRankSession:
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = std_streams.StdStreams(self.world.rank, info.terminal, self._relay)
-        show_step = self._streams.print_error_line if self.world.rank == 0 else _show_nothing
-        self._step_check = StepCheck(show_step)
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
+        self._install(on_opt_out)
+
+    def _install(self, on_opt_out: opt_out.OnOptOut) -> None:
+        """Replace what the script is to see otherwise. Each line says how it is restored; the last
+        one is restored first."""
+        at_end = self._at_end
+        at_end.callback(self._directories.delete)
+        show_step = self._streams.print_error_line if self.world.rank == 0 else _show_nothing
+        at_end.callback(StepCheck(show_step).end)
         launcher_env.mask()
+        at_end.callback(launcher_env.restore)
         seeds.seed_everything(self.seed)
-        files = self._directories.files()
-        os_functions.set_files(files)
-        change = GenerationChange(files, self._directories.shared, self._directories.generations)
-        children.install(self._relay, change, patch_table.install_files)
-        own_end.set_ranks(self)
-        seeds.take_from_rank0(self._relay)
-        opt_out.set_handler(on_opt_out)
-        rank_local.register_rank()
-        backward.on_first_work(self._begin)
+        at_end.enter_context(self._sharing)
+        self._share(on_opt_out)
         patch_table.install()
+        at_end.callback(patch_table.remove)
         # The comparison of a call runs its backward before the script does.
         after_import("torch._dynamo", lambda _: allow_repeated_backward())
         self._streams.install()
+        at_end.callback(self._streams.restore)
         non_finite.show_with(self._streams.print_error_line)
+        at_end.callback(non_finite.show_with, None)
         sys.excepthook = self._excepthook
+        at_end.callback(setattr, sys, "excepthook", self._excepthook_before)
+
+    def _share(self, on_opt_out: opt_out.OnOptOut) -> None:
+        """Let the ranks share the work of the script, and all but rank 0 leave files and commands
+        to rank 0, until `_sharing` is closed."""
+        files = self._directories.files()
+        change = GenerationChange(files, self._directories.shared, self._directories.generations)
+        rank_local.register_rank()
+        self._sharing.callback(rank_local.unregister_rank)
+        self._set(os_functions.set_files, files)
+        self._set(
+            children.set_sharing,
+            children.SharedCommands(self._relay, change, patch_table.install_files),
+        )
+        self._set(own_end.set_ranks, self)
+        self._set(seeds.take_from_rank0, self._relay)
+        self._set(opt_out.set_handler, on_opt_out)
+        self._set(backward.on_first_work, self._begin)
         if can_use_one_process(self.world):
-            set_fallback(Fallback(self._threads, self))
+            self._set(set_fallback, Fallback(self._threads, self))
             self._relay.before_waiting = leave_others
             rank_signals.listener = may_interrupt
+
+    def _set(self, setter: Callable[[T | None], object], value: T) -> None:
+        """`setter(value)` now, and `setter(None)` when `_sharing` is closed."""
+        setter(value)
+        self._sharing.callback(setter, None)
 
     def _begin(self) -> None:
         """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
@@ -156,25 +178,7 @@ class MultiRankSession:
         if not self._installed or os.getpid() != self._process:
             return
         self._installed = False
-        patch_table.remove()
-        self._stop_sharing()
-        self._step_check.end()
-        non_finite.show_with(None)
-        self._streams.restore()
-        launcher_env.restore()
-        sys.excepthook = self._excepthook_before
-        self._directories.delete()
-
-    def _stop_sharing(self) -> None:
-        """From now on this rank does everything by itself."""
-        set_fallback(None)
-        backward.on_first_work(None)
-        rank_local.unregister_rank()
-        opt_out.set_handler(None)
-        children.uninstall()
-        own_end.set_ranks(None)
-        seeds.take_from_rank0(None)
-        os_functions.set_files(None)
+        self._at_end.close()
 
     def has_outputs(self) -> bool:
         """As ScriptRanks has it."""
@@ -202,7 +206,7 @@ class MultiRankSession:
         self.leave_job()
         if self.world.rank != 0:
             self._end_now()
-        self._stop_sharing()
+        self._sharing.close()
         # To look for one in the environment takes longer than many a batch to load.
         self._alone.enter_context(use_transport(LocalTransport()))
         patch_table.install_for_one_rank()
@@ -249,56 +253,26 @@ class MultiRankSession:
         """
         barrier()
         del self._store
+        self._failures.close()
         self._relay.close()
         bootstrap.leave()
 
     def reports_failure(self, message: str, error: BaseException | None = None) -> bool:
-        """Called when the script fails, by an exception or not: whether this rank is to report it.
-
-        If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
-        wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
-        does neither in PATIENCE seconds and waits for other ranks, or in `_longest_wait`.
-        """
-        if self._has_failed or self._is_alone or not self._installed:
+        """As `FailureReports.is_to_report`; a rank whose script shares nothing reports its own."""
+        if self._is_alone or not self._installed:
             return True
-        self._has_failed = True
-        failed = message.encode(errors="surrogatepass")  # of a file name that is not UTF-8, say
-        try:
-            if self.world.rank == 0:
-                self._store.set(_FAILED, failed)  # type: ignore[arg-type]  # the stub says str
-                return True
-            has_failed = self._has_rank_0_failed(_longest_wait(error))
-            if not has_failed or self._store.get(_FAILED) != failed:
-                return True
-        except RuntimeError:  # rank 0, which keeps the store, may have ended
-            return True
-        with suppress(RuntimeError):
-            self._store.wait([_NEVER], settings.timeout())
-        return False
-
-    def _has_rank_0_failed(self, longest: float) -> bool:
-        """Whether rank 0 has failed or come to its end, for which this rank waits while rank 0
-        waits for nobody. Raises RuntimeError where it is gone, with the store."""
-        with suppress(dist.DistStoreError):  # it has taken too long
-            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            return True
-        rank_0_waits = client.announce_failure()
-        deadline = monotonic() + longest
-        while not self._store.check([_FAILED]):
-            if rank_0_waits is None or rank_0_waits.wait(_POLL) or monotonic() > deadline:
-                return False
-        return True
+        return self._failures.is_to_report(message, error)
 
     def _wait_for_all_ranks(self) -> None:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""
-        if self._has_failed or not self._installed or os.getpid() != self._process:
+        if self._failures.has_failed or not self._installed or os.getpid() != self._process:
             return
         leave_others("")
         if self._is_alone:
             client.announce_exit()
             return
         if self.world.rank == 0:
-            self._store.set(_FAILED, "")
+            self._failures.rank_0_is_done()
         self._store.set(f"{_DONE}{self.world.rank}", "")
         all_done = [f"{_DONE}{rank}" for rank in range(self.world.size)]
         self._print_gain()
@@ -330,13 +304,6 @@ class MultiRankSession:
             self._streams.restore()
         if reports:
             self._excepthook_before(type_, error, frames)
-
-
-def _longest_wait(error: BaseException | None) -> float:
-    """Seconds for which a rank that fails with this waits for a rank 0 that waits for nobody: none
-    if rank 0 raises it at the same time or never."""
-    differs = error and isinstance(root_cause(error), DisagreementError | AuthenticationError)
-    return 0.0 if differs else LONGEST_PATIENCE
 
 
 def _show_nothing(line: str) -> None:

@@ -1,1 +1,2 @@
-"""Processes that an unedited script starts: rank 0 runs them, and all ranks get the results."""
+"""The ends of the ranks of an unedited script, and the processes that it starts: rank 0 runs these,
+and all ranks get the results."""

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,27 +32,23 @@ _END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class _Installed:
+class SharedCommands:
+    """The commands that rank 0 starts for all ranks."""
+
     relay: Relay
     change: GenerationChange
     install_files: Function
     """Called in spawned workers, with the layers through which they see the files."""
+    pids: set[int] = field(default_factory=set)
+    """Process ids of those that run."""
 
 
-_installed: list[_Installed] = []
-_pids: set[int] = set()
-"""Process ids of commands that rank 0 has started for all ranks."""
+_sharing: list[SharedCommands] = []
 
 
-def install(relay: Relay, change: GenerationChange, install_files: Function) -> None:
-    """Start commands on rank 0 only. Spawned workers call `install_files(*layers)`."""
-    _installed[:] = [_Installed(relay, change, install_files)]
-
-
-def uninstall() -> None:
-    """Start commands on every rank that asks for them."""
-    _installed.clear()
-    _pids.clear()
+def set_sharing(sharing: SharedCommands | None) -> None:
+    """Start commands on rank 0 only; None: on every rank that asks for them."""
+    _sharing[:] = [] if sharing is None else [sharing]
 
 
 @dataclass(frozen=True)
@@ -87,9 +83,9 @@ def shared_command(
     Each rank runs its own where ranks do different work, and if an installed library asks. Threads
     other than the main one have no common order, so there commands are matched by their texts.
     """
-    if not _installed or not _installed[0].relay.is_replicated() or _called_by_library():
+    if not _sharing or not _sharing[0].relay.is_replicated() or _called_by_library():
         return None
-    relay, change = _installed[0].relay, _installed[0].change
+    relay, change = _sharing[0].relay, _sharing[0].change
     in_main = relay.is_ordered()
     text = repr(command)
     if directory is not None:
@@ -160,18 +156,24 @@ def posix_spawn(original: Function, path: Any, argv: Any, *args: Any, **kwargs: 
 
 def add_pid(pid: int) -> int:
     """Remember that rank 0 has started this process for all ranks."""
-    _pids.add(pid)
+    for sharing in _sharing:
+        sharing.pids.add(pid)
     return pid
 
 
 def remove_pid(pid: int) -> None:
     """Forget a process that has ended: its id may become that of another one."""
-    _pids.discard(pid)
+    for sharing in _sharing:
+        sharing.pids.discard(pid)
+
+
+def _is_shared(pid: int) -> bool:
+    return any(pid in sharing.pids for sharing in _sharing)
 
 
 def waitpid(original: Function, pid: int, options: int) -> Any:
     """For os.waitpid."""
-    shared = shared_command(f"waiting for {pid}") if pid in _pids else None
+    shared = shared_command(f"waiting for {pid}") if _is_shared(pid) else None
     if shared is None:
         return original(pid, options)
     ended, status = shared.run(partial(original, pid, options))
@@ -182,7 +184,7 @@ def waitpid(original: Function, pid: int, options: int) -> Any:
 
 def kill(original: Function, pid: int, signal: int) -> Any:
     """For os.kill and os.killpg."""
-    shared = shared_command(f"a signal to {pid}") if pid in _pids else None
+    shared = shared_command(f"a signal to {pid}") if _is_shared(pid) else None
     return original(pid, signal) if shared is None else shared.start(lambda: original(pid, signal))
 
 
@@ -326,7 +328,7 @@ def spawn_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
     layers = os_functions.current_files().layers
-    return data | {"instep": _InstallFiles(layers)} if _installed and layers else data
+    return data | {"instep": _InstallFiles(layers)} if _sharing and layers else data
 
 
 class _InstallFiles:
@@ -336,4 +338,4 @@ class _InstallFiles:
         self._layers = tuple(layers)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _installed[0].install_files, self._layers
+        return _sharing[0].install_files, self._layers
