@@ -645,6 +645,30 @@ def test_what_rank_0_removes_while_another_rank_opens_it_is_opened_as_it_was(
     assert len(set(looks)) == 2
 
 
+def test_rank_0_forgets_paths_that_it_has_kept_long_ago_and_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may write files for ever and never run a command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank0_files, "KNOWN_PATHS", 3)
+    before = Layer(str(tmp_path / "before"))
+    for name in ("first", "second"):
+        write(name, "w", "old")
+    rank0 = Rank0Files(before)
+    with seen_through(rank0):
+        write("first", "w", "new")
+        os.unlink("second")
+        for number in range(10):
+            write(f"file{number}", "w", "new")
+        assert len(rank0._kept) == 3
+        os.unlink("first")
+        for name in ("second", "first"):
+            write(name, "w", "newer")
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        assert [read(name) for name in ("first", "second")] == ["old", "old"]
+        assert not os.path.exists("file0")
+
+
 def test_a_file_that_is_too_large_to_keep_leaves_room_for_small_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from instep.unedited.files.paths import PathResolver, StrOrBytesPath
 
 KEPT_BYTES = 1 << 30
 """How much of what it writes over rank 0 copies in one generation."""
+KNOWN_PATHS = 10_000
+"""How many paths rank 0 knows to be kept without a look at the layer."""
 
 
 class Rank0Files(PathResolver):
@@ -25,7 +27,8 @@ class Rank0Files(PathResolver):
         super().__init__(())
         self._before = before
         self._earlier: Callable[[], list[Layer]] = list
-        self._kept: set[str] = set()
+        self._kept: dict[str, None] = {}
+        """Paths that are kept: the latest ones."""
         self._bytes = 0
 
     def start_generation(self, before: Layer, earlier: Callable[[], list[Layer]]) -> None:
@@ -48,20 +51,29 @@ class Rank0Files(PathResolver):
         self.changed[get_ident()] = resolved
         if resolved in self._kept:
             return
-        self._kept.add(resolved)
-        if self._before.is_below_link(resolved):
-            pass  # the link has gone by now: while it was there, nothing had this path
-        elif not os.path.lexists(resolved):
+        self._kept[resolved] = None
+        if len(self._kept) > KNOWN_PATHS:
+            del self._kept[next(iter(self._kept))]
+        if not self._before.is_below_link(resolved):
+            self._keep_entry(resolved, never_written_again)
+        for layer in self._earlier():
+            if not layer.is_below_link(resolved) and layer.find(resolved) is None:
+                self._copy_to_earlier(resolved, layer)
+
+    def _keep_entry(self, resolved: str, never_written_again: bool) -> None:
+        """Keep what is at a path, unless the layer has what was there before. Below a link that
+        has gone by now nothing is kept: while it was there, nothing had this path."""
+        kept = self._before.find(resolved)
+        if kept not in (None, MISSING):
+            return
+        if not os.path.lexists(resolved):
             self._before.remove(resolved)
-        elif self._before.find(resolved) is None:
+        elif kept is None:
             mode = os.lstat(resolved).st_mode
             if stat.S_ISDIR(mode):
                 self._before.copy_directory(resolved)
             elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
                 self._keep_file(resolved, never_written_again)
-        for layer in self._earlier():
-            if not layer.is_below_link(resolved) and layer.find(resolved) is None:
-                self._copy_to_earlier(resolved, layer)
 
     def _keep_file(self, resolved: str, never_written_again: bool) -> None:
         """Copy to a draft first, because other ranks may look at any time."""
