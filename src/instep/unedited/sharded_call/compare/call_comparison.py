@@ -45,13 +45,13 @@ from instep.unedited.sharded_call.plan.stored_parameters import (
     find_stored_parameters,
 )
 from instep.unedited.sharded_call.run.argument_writes import Unset, write_back
-from instep.unedited.sharded_call.run.execution import (
+from instep.unedited.sharded_call.run.forward.joined_outputs import (
     LocalOutputs,
     join_output,
     join_outputs,
     leaves_of_output,
-    run_local,
 )
+from instep.unedited.sharded_call.run.forward.local_forward import run_local
 from instep.unedited.sharded_call.run.mappings import memory_order
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs

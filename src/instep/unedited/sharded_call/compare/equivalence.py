@@ -33,7 +33,7 @@ from instep.unedited.sharded_call.plan.division import (
 )
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import FEW_ROWS, ReasonKind, WholeReason
-from instep.unedited.sharded_call.run.execution import gather_arguments
+from instep.unedited.sharded_call.run.forward.local_forward import gather_arguments
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup

@@ -32,7 +32,8 @@ from instep.unedited.sharded_call.plan.division import is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import run_whole
-from instep.unedited.sharded_call.run.execution import join_output, run_planned
+from instep.unedited.sharded_call.run.forward.joined_outputs import join_output
+from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.run.region import Region
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup

@@ -28,7 +28,8 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, ForwardTrace
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, with_tensor_attributes
-from instep.unedited.sharded_call.run.execution import leaves_of_output, run_sharded
+from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.run.forward.joined_outputs import leaves_of_output
 from instep.unedited.sharded_call.run.sharded_output import is_zero
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 

@@ -3,60 +3,30 @@ joined."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.numbers import gather_values
 from instep.errors import CollectiveError
-from instep.training.pytree import Structure, flatten, leaves_of, unflatten, versions
+from instep.training.pytree import Structure, unflatten, versions
 from instep.training.random_streams import RNGStates
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import Division, is_entries
-from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
-from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
-from instep.unedited.sharded_call.run import sharded_output
-from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Unset, write_back
-from instep.unedited.sharded_call.run.grad_sums import alias_parameters
-from instep.unedited.sharded_call.run.mappings import (
-    copy_to_region,
-    gather_entries,
-    gather_from_region,
-    pass_to_region,
-    reduce_from_region,
-    scatter_entries,
-    scatter_to_region,
-)
-from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, TorchGeneratorStates
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run.argument_writes import write_back
+from instep.unedited.sharded_call.run.forward.joined_outputs import LocalOutputs, join_outputs
+from instep.unedited.sharded_call.run.forward.local_forward import run_planned
+from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
-from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
-from instep.unedited.sharded_call.run.tensor_subclasses import (
-    as_plain,
-    is_subclass,
-    with_attributes_of,
-)
-from instep.unedited.sharded_call.shards.batch_sums import RowSums
-from instep.unedited.sharded_call.shards.module_tables import ModuleTables
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.shard_threads import (
-    BranchError,
-    ShardThreads,
-    next_sequence_number,
-)
-
-LocalOutputs = list[tuple[Any, ...]]
-"""Of each output of a module, that of each of this rank's shards."""
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
 def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple[ShardingPlan, Any]:
@@ -208,193 +178,3 @@ def _check_draws(name: str, group: ShardGroup) -> None:
             "for some of its rows than for others. Run this script with --plain, or let it draw "
             "as often whatever its rows are."
         )
-
-
-def run_planned(
-    call: BoundCall, plan: ShardingPlan, group: ShardGroup
-) -> tuple[Region, LocalOutputs, Structure]:
-    """As `run_local`, with the plan's division and draws."""
-    return run_local(
-        call,
-        plan.division,
-        group,
-        is_random=plan.is_random,
-        row_dims=DrawRowDims(found=plan.draw_rows),
-        stored=plan.stored,
-        sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
-        like=plan.structure,
-    )
-
-
-def run_local(
-    call: BoundCall,
-    division: Division,
-    group: ShardGroup,
-    *,
-    is_random: bool,
-    row_dims: DrawRowDims,
-    stored: Sequence[StoredParameter],
-    sums: RowSums | None,
-    like: Structure = None,
-) -> tuple[Region, LocalOutputs, Structure]:
-    """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
-    their structure. What is one leaf of `like` is one leaf of it.
-
-    Raises ShardedCallError where it changes its arguments otherwise than by items of dicts: the
-    script would not see it.
-    """
-    total = division.count_rows(call.leaves)
-    assert total is not None
-    region = Region(group.blocks(total), division, group, is_random, row_dims, sums)
-    region.gradients.module = weakref.ref(call.module)
-    if len(region.blocks) == 1:
-        region.gradients.block = region.blocks[0]
-    by_leaf = [
-        _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
-    ]
-    for place, parts in division.slices(call.leaves, region.blocks).items():
-        by_leaf[place] = parts
-    if torch.is_grad_enabled():
-        region.inputs = [x for x in call.tensors if x.requires_grad]
-    before = versions(call.tensors)
-    shards = [_ShardForward(call, leaves, region, like) for leaves in zip(*by_leaf, strict=True)]
-    with region.entered(), _aliased_parameters(call.parts, region, stored) as tables:
-        if len(shards) == 1:
-            first = next_sequence_number()
-            shards[0].run()
-            region.nodes = range(first, next_sequence_number())
-        else:
-            _run_in_threads(shards, region, tables)
-        region.new_parameter = tables.find_new_parameter()
-        if torch.is_grad_enabled():
-            region.trained_parameter = tables.find_trained_parameter()
-    if before != versions(call.tensors):
-        raise ShardedCallError.changes_arguments(call.module)
-    structures = [shard.structure for shard in shards]
-    if any(structure != structures[0] for structure in structures):
-        raise ShardedCallError("its outputs have another structure for a part of the batch")
-    outputs = list(zip(*(shard.outputs for shard in shards), strict=True))
-    return region, outputs, structures[0]
-
-
-class _ShardForward:
-    """The forward for one shard."""
-
-    def __init__(
-        self, call: BoundCall, leaves: Sequence[Any], region: Region, like: Structure
-    ) -> None:
-        self._call, self._region, self._like = call, region, like
-        self._arguments = unflatten(list(leaves), call.structure)
-        self.outputs: list[Any] = []
-        self.structure: Structure | None = None
-
-    def run(self) -> None:
-        args, kwargs = self._arguments
-        watch = ArgumentWatch(self._call, args, kwargs)
-        with self._region.entered_by_shard():
-            output = self._call.run(args, kwargs)
-        if watch.has_other_changes():
-            raise ShardedCallError.changes_arguments(self._call.module)
-        self.outputs, self.structure = flatten(watch.result(output), self._like)
-
-
-def _run_in_threads(shards: Sequence[_ShardForward], region: Region, tables: ModuleTables) -> None:
-    region.threads = ShardThreads(len(shards), tables.show)
-    try:
-        region.threads.run([shard.run for shard in shards])
-    except BranchError as error:
-        raise ShardedCallError(str(error)) from None
-    finally:
-        region.threads = None
-
-
-def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
-    """An argument as each of this rank's shards gets it."""
-    blocks = region.blocks
-    if isinstance(leaf, ShardedOutput):
-        if dim == 0 and leaf.is_on_ranks() and leaf.block == blocks[0]:
-            return [pass_to_region(leaf.local)]
-        leaf = leaf.full_tensor()
-    if is_entries(leaf):
-        whole = [_gathered(entry) for entry in leaf]
-        return [type(leaf)(scatter_entries(whole, block, region.group)) for block in blocks]
-    if dim is not None and not isinstance(leaf, Tensor):
-        rows = [slice(block.start, block.stop) for block in blocks]
-        if not dim:
-            return [leaf[each] for each in rows]
-        return [np.ascontiguousarray(leaf[:, each]) for each in rows]
-    if dim is not None:
-        return scatter_to_region(leaf, blocks, dim, region.group)
-    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-        return copy_to_region(leaf, [1] * len(blocks), region.group)
-    return [leaf] * len(blocks)
-
-
-@contextmanager
-def _aliased_parameters(
-    parts: Sequence[nn.Module], region: Region, stored: Sequence[StoredParameter]
-) -> Iterator[ModuleTables]:
-    """Inside, aliases stand in for the parameters of a module's parts (see `grad_sums`)."""
-    tables = ModuleTables(parts, len(region.blocks), [each.place for each in stored])
-    parameters = tables.trained_parameters() if torch.is_grad_enabled() else []
-    if parameters:
-        aliases = alias_parameters(parameters, region.gradients, region.group)
-        tables.replace(parameters, aliases)
-    tables.show(0)
-    try:
-        yield tables
-    finally:
-        tables.restore()
-
-
-def join_outputs(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
-    """The outputs of the call, from those of this rank's shards. Collective as `join_output`."""
-    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
-
-
-def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
-    """The script's output, from those of this rank's shards. Collective, unless it stays there."""
-    blocks, group, dim, local = region.blocks, region.group, plan.dim, parts[0]
-    if plan.placement == "replicate" or isinstance(local, Unset):
-        return local
-    if is_subclass(local):  # the script may read its attributes: it does not stay sharded
-        joined = join_output(list(map(as_plain, parts)), plan, region)
-        whole = joined.full_tensor() if isinstance(joined, ShardedOutput) else joined
-        return with_attributes_of(local, whole)
-    if plan.placement == "entries":
-        return type(local)(gather_entries(list(chain(*parts)), group))
-    if plan.placement != "shard":
-        is_mean = plan.placement == "partial_mean"
-        return reduce_from_region(parts, [b.fraction if is_mean else 1 for b in blocks], group)
-    if plan.interleaved:
-        rows = [x.unflatten(dim, (-1, b.count)) for x, b in zip(parts, blocks, strict=True)]
-        return gather_from_region(rows, blocks, dim + 1, group).flatten(dim, dim + 1)
-    if not isinstance(local, Tensor):
-        own = list(chain(*parts))
-        return type(local)(chain(*group.transport.all_gather_object(own)))
-    order = plan.order if local.shape[dim] == 1 else None  # its strides do not tell
-    if dim == 0 and not group.is_virtual and (plan.is_lazy or _is_large(local, region)):
-        return ShardedOutput.of(local, blocks[0], group, order)
-    return gather_from_region(parts, blocks, dim, group, order)
-
-
-def leaves_of_output(joined: Any, plan: OutputPlan) -> list[Any]:
-    """The leaves of a joined output, which is one itself unless it is a list with one entry for
-    each row."""
-    return leaves_of(joined) if plan.placement == "entries" else [joined]
-
-
-def _is_large(local: Tensor, region: Region) -> bool:
-    """By the size of the whole output: all ranks decide alike, whatever their shares."""
-    block = region.blocks[0]
-    whole = local.numel() // block.count * block.total
-    return whole * local.element_size() >= sharded_output.LARGE
-
-
-def gather_arguments(call: BoundCall) -> BoundCall:
-    """The same call with whole tensors for arguments that are sharded. Collective."""
-    return call.map_arguments(_gathered)
-
-
-def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, ShardedOutput) else value

@@ -1,0 +1,73 @@
+"""The outputs of a sharded call, joined from those of the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from instep.training.pytree import leaves_of
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
+from instep.unedited.sharded_call.run import sharded_output
+from instep.unedited.sharded_call.run.argument_writes import Unset
+from instep.unedited.sharded_call.run.mappings import (
+    gather_entries,
+    gather_from_region,
+    reduce_from_region,
+)
+from instep.unedited.sharded_call.run.region import Region
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    as_plain,
+    is_subclass,
+    with_attributes_of,
+)
+
+LocalOutputs = list[tuple[Any, ...]]
+"""Of each output of a module, that of each of this rank's shards."""
+
+
+def join_outputs(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
+    """The outputs of the call, from those of this rank's shards. Collective as `join_output`."""
+    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
+
+
+def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
+    """The script's output, from those of this rank's shards. Collective, unless it stays there."""
+    blocks, group, dim, local = region.blocks, region.group, plan.dim, parts[0]
+    if plan.placement == "replicate" or isinstance(local, Unset):
+        return local
+    if is_subclass(local):  # the script may read its attributes: it does not stay sharded
+        joined = join_output(list(map(as_plain, parts)), plan, region)
+        whole = joined.full_tensor() if isinstance(joined, ShardedOutput) else joined
+        return with_attributes_of(local, whole)
+    if plan.placement == "entries":
+        return type(local)(gather_entries(list(chain(*parts)), group))
+    if plan.placement != "shard":
+        is_mean = plan.placement == "partial_mean"
+        return reduce_from_region(parts, [b.fraction if is_mean else 1 for b in blocks], group)
+    if plan.interleaved:
+        rows = [x.unflatten(dim, (-1, b.count)) for x, b in zip(parts, blocks, strict=True)]
+        return gather_from_region(rows, blocks, dim + 1, group).flatten(dim, dim + 1)
+    if not isinstance(local, Tensor):
+        own = list(chain(*parts))
+        return type(local)(chain(*group.transport.all_gather_object(own)))
+    order = plan.order if local.shape[dim] == 1 else None  # its strides do not tell
+    if dim == 0 and not group.is_virtual and (plan.is_lazy or _is_large(local, region)):
+        return ShardedOutput.of(local, blocks[0], group, order)
+    return gather_from_region(parts, blocks, dim, group, order)
+
+
+def leaves_of_output(joined: Any, plan: OutputPlan) -> list[Any]:
+    """The leaves of a joined output, which is one itself unless it is a list with one entry for
+    each row."""
+    return leaves_of(joined) if plan.placement == "entries" else [joined]
+
+
+def _is_large(local: Tensor, region: Region) -> bool:
+    """By the size of the whole output: all ranks decide alike, whatever their shares."""
+    block = region.blocks[0]
+    whole = local.numel() // block.count * block.total
+    return whole * local.element_size() >= sharded_output.LARGE
