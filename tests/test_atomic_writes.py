@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from instep.process import pending_writes
-from instep.unedited.files import atomic_writes, libraries, os_functions
+from instep.unedited.files import atomic_writes, os_functions
+from instep.unedited.files.compiled_code import libraries
 from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from instep.unedited.files import landlock
+from instep.unedited.files.compiled_code import landlock
 from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
@@ -183,7 +183,7 @@ def test_a_process_denies_itself_writing_outside_of_a_folder(tmp_path: Path) -> 
     (tmp_path / "there").write_text("x")
     program = """
         import os, sys
-        from instep.unedited.files import landlock
+        from instep.unedited.files.compiled_code import landlock
         landlock.restrict_writes(["inside", "nowhere"])
         os.mkdir("inside/folder")
         open("inside/folder/file", "w").close()

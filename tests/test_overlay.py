@@ -25,14 +25,9 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
-from instep.unedited.files import (
-    layer_directories,
-    os_functions,
-    overlay,
-    rank0_files,
-    write_access,
-)
+from instep.unedited.files import layer_directories, os_functions, overlay, rank0_files
 from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.compiled_code import write_access
 from instep.unedited.files.layers.generations import delete_files
 from instep.unedited.files.layers.layer import MISSING, Layer
 from instep.unedited.files.overlay import OverlayFiles

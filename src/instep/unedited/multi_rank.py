@@ -34,7 +34,8 @@ from instep.training.drift import non_finite
 from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.data import loaders
-from instep.unedited.files import os_functions, write_access
+from instep.unedited.files import os_functions
+from instep.unedited.files.compiled_code import write_access
 from instep.unedited.files.layer_directories import LayerDirectories, SharedDirectory
 from instep.unedited.processes import children, own_end
 from instep.unedited.processes.command_files import GenerationChange

@@ -17,7 +17,7 @@ from instep.distributed.identity import accelerators, launchers, torch_devices
 from instep.distributed.rendezvous import bootstrap, devices
 from instep.process import settings, storage, torch_private
 from instep.training.normalization.cpu_kernels import cpu_kernels
-from instep.unedited.files import landlock
+from instep.unedited.files.compiled_code import landlock
 
 Facts = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

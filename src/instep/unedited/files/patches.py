@@ -10,8 +10,9 @@ import socket
 import tempfile
 
 from instep.process.patching import Patch, patches
-from instep.unedited.files import directories, libraries, os_functions, sockets
-from instep.unedited.files.libraries import reads_path, writes_path
+from instep.unedited.files import directories, os_functions, sockets
+from instep.unedited.files.compiled_code import libraries
+from instep.unedited.files.compiled_code.libraries import reads_path, writes_path
 
 _CHANGES = "rank 0 changes the real files, every other rank its own layer"
 _OPENS_ITSELF = "this library opens files itself, not with Python's open"

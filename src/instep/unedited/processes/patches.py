@@ -6,7 +6,7 @@ import os
 import subprocess
 
 from instep.process.patching import Patch, patches
-from instep.unedited.files import libraries
+from instep.unedited.files.compiled_code import libraries
 from instep.unedited.processes import children, own_end, popen
 
 PROCESS_PATCHES: tuple[Patch, ...] = (

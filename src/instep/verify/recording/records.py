@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.unedited.files import write_access
 from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.compiled_code import write_access
 
 
 class Fingerprint(NamedTuple):

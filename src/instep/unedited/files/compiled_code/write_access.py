@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from instep.process import storage
 from instep.process.tracebacks import format_error
-from instep.unedited.files import landlock, overlay
+from instep.unedited.files import overlay
 from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.compiled_code import landlock
 from instep.unedited.files.paths import private_directories
 
 _DENIED = re.compile(
