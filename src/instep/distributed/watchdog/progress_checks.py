@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 from instep.distributed.conditions import advise_on_condition
-from instep.distributed.flight_record.record_format import read_wait
 from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.delay_check import IDLE_TICKS
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls.probe import is_stopped
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
@@ -18,14 +18,10 @@ from instep.process.procfs import context_switches, descendants, kill, read_stat
 
 CHECK_SECONDS, FREQUENT_CHECK_SECONDS = 2.5, 0.3
 """Between two checks of the rank; the second once any rank has come to its end."""
-IDLE_TICKS = 3
-"""Clock ticks between two checks that are no work: Gloo's threads wake a hundred times a second."""
-LATE_SECONDS = 1.0
-"""For which a rank waits in a collective until the hub compares what the ranks have entered."""
 
 
 class ProgressChecks:
-    """Looks at the rank every few seconds and tells the hub that it waits, goes on, or is late.
+    """Looks at the rank every few seconds and tells the hub that it waits or goes on.
 
     `abort` is called with an error and the rank that has ended where this one waits for it; it
     returns False if this one is to end anyway.
@@ -42,8 +38,6 @@ class ProgressChecks:
     ) -> None:
         self._loop, self._rank_connection, self._hub = loop, rank, hub
         self._rank, self._pid = start["rank"], start["pid"]
-        self._record_file: int = start["record"]
-        """For `record_format.read_wait`."""
         self._stalls, self._abort = stalls, abort
         self._ended = False
         """Whether the rank's process has ended."""
@@ -61,12 +55,7 @@ class ProgressChecks:
         self._idle_checks, self._awaited_checks, self._wait_sent = 0, 0, False
         """Checks for which it has been idle in a collective, and for which it has waited for a rank
         that has ended; whether the hub knows that it waits."""
-        self._ticks, self._is_late = 0, False
-        """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
-        self._late_number = 0
-        """In the flight record, of the last collective that was reported to be late."""
         loop.call_later(self._interval, partial(self._check_every, self._interval))
-        loop.call_later(LATE_SECONDS, self._check_late)
 
     def rank_ended(self) -> None:
         """The rank's process has ended: there is nothing to look at any more."""
@@ -94,22 +83,6 @@ class ProgressChecks:
         if not self._ended and seconds == self._interval:
             self._check()
             self._loop.call_later(seconds, partial(self._check_every, seconds))
-
-    def _check_late(self) -> None:
-        """Let the hub compare what the ranks have entered if this one waits for long, or sleeps:
-        perhaps in a group of torch's own, of which the record does not have the script's calls."""
-        if self._ended:
-            return
-        with suppress(OSError):
-            before, self._ticks = self._ticks, read_stat(self._pid).cpu_ticks
-            was_idle, self._is_late = self._is_late, self._ticks - before <= IDLE_TICKS
-            if self._is_late and not was_idle:
-                self._hub.send("is_late")
-        entry = read_wait(self._record_file)
-        if entry is not None and entry.has_waited(self._late_number, LATE_SECONDS):
-            self._late_number = entry.number
-            self._hub.send("is_late")
-        self._loop.call_later(LATE_SECONDS, self._check_late)
 
     def _check(self) -> None:
         """Compare the rank's activity with that at the last check; ask for its position.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from instep.distributed.flight_record.record_format import read
 from instep.distributed.watchdog.connection import Connection, Message, connect
+from instep.distributed.watchdog.delay_check import DelayCheck
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
@@ -119,6 +120,7 @@ class Watcher:
         loop.add_reader(hub, self._recv_from_hub)
         loop.add_reader(self._process.pidfd, self._rank_ended)
         self._checks = ProgressChecks(loop, rank, hub, start, self._stalls, self._abort)
+        self._delay_check = DelayCheck(loop, hub, start)
 
     # ------------------------------------------------------------------------------ the rank
 
@@ -179,6 +181,7 @@ class Watcher:
         self._ended = True
         self._stalls.rank_ended()
         self._checks.rank_ended()
+        self._delay_check.rank_ended()
         code = exit_code(self._process.pidfd)
         silent = not (self._reported or self._exit_sent) and (
             code != 0 if code is not None else not self._finished
