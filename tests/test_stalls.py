@@ -25,6 +25,7 @@ from instep.distributed.flight_record.recorder import FlightRecorder
 from instep.distributed.watchdog.call_stack import main_thread_line, thread_frames
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
 from instep.distributed.watchdog.stalls.probe import ProbeTarget, RankProbe, awaited_entry
 from instep.distributed.watchdog.stalls.python_stacks import STACK_SIGNAL
@@ -316,22 +317,16 @@ def test_the_rank_that_waits_least_is_the_slowest() -> None:
     ]
 
 
-class FewRanks:
-    """The hub of two ranks, both connected."""
+class FewRanks(JobState):
+    """A job of two ranks, whose watchers are connected."""
 
     def __init__(self) -> None:
+        super().__init__(2)
+        self.connections = dict.fromkeys(range(2))
         self.requests: list[int] = []
 
     def broadcast(self, message_type: str, **fields: Any) -> None:
         self.requests.append(fields["request"])
-
-    def running_ranks(self) -> set[int]:
-        return {0, 1}
-
-    connected_ranks = running_ranks
-
-    def is_ending(self) -> bool:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -349,7 +344,7 @@ def test_a_rank_that_is_slow_is_no_alarm_before_four_times_the_threshold(
     printed: list[str] = []
     monkeypatch.setattr(stall_coordinator, "_print", printed.append)
     ranks, waits = FewRanks(), {"what": "waits in all_reduce at a.py:3", "waited": 5.0}
-    coordinator = StallCoordinator(EventLoop(), ranks, 2, 1)
+    coordinator = StallCoordinator(EventLoop(), ranks, 1)
     for level in (1, 2, 3):
         coordinator.handle(0, "stalled", {"level": level, "waited": 5.0, "line": "a.py:3"})
         for rank, told in ((0, waits), (1, state)):
@@ -365,7 +360,7 @@ def test_only_a_wait_that_was_reported_hides_another_one_at_its_line(
     printed: list[str] = []
     monkeypatch.setattr(stall_coordinator, "_print", printed.append)
     ranks, waits = FewRanks(), {"what": "waits in all_reduce at a.py:3", "waited": 2.0}
-    coordinator = StallCoordinator(EventLoop(), ranks, 2, 1)
+    coordinator = StallCoordinator(EventLoop(), ranks, 1)
     counts = []
     for slow in (is_slow, False):
         coordinator.handle(0, "stalled", {"level": 1, "waited": 2.0, "line": "a.py:3"})

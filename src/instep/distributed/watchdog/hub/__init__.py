@@ -9,5 +9,6 @@ watchers ── new_connections ── hub ─┬─ first_failure   which rank 
                                     └─ stalls          ranks that have waited long
 ```
 
-`hub` (begin there) passes each message to one of them; `job_state` is what all of them know.
+`hub` (begin there) passes each message to one of them; `watchdog.job_state` is what all of them
+know.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from instep.distributed.conditions import advise_on_condition
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub.job_state import JobState
+from instep.distributed.watchdog.job_state import JobState
 from instep.process.exit_status import group_ranks, ranks_of
 
 DEADLOCK_SECONDS, EXIT_DEADLOCK_SECONDS = 3.0, 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub.job_state import JobState
+from instep.distributed.watchdog.job_state import JobState
 from instep.process.exit_status import (
     UNKNOWN_RANK,
     describe_early_exit,

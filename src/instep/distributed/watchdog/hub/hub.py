@@ -9,10 +9,10 @@ from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub.deadlocks import WaitingRanks
 from instep.distributed.watchdog.hub.first_failure import FirstFailure
-from instep.distributed.watchdog.hub.job_state import JobState
 from instep.distributed.watchdog.hub.mismatch_check import MismatchCheck
 from instep.distributed.watchdog.hub.new_connections import NewConnections
 from instep.distributed.watchdog.hub.rank_ends import RankEnds
+from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.messages import failure_fields, is_valid
 from instep.distributed.watchdog.signals.signal_coordinator import SignalCoordinator
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
@@ -36,7 +36,7 @@ class Hub:
         self._waiting = WaitingRanks(loop, self.job)
         self._mismatch = MismatchCheck(loop, self.job)
         self._signals = SignalCoordinator(loop, self.job)
-        self.stalls = StallCoordinator(loop, self.job, size, rank_pid)
+        self.stalls = StallCoordinator(loop, self.job, rank_pid)
 
     def _add_watcher(self, connection: Connection, messages: list[Message]) -> None:
         """Tell it what the others know already, and handle its messages from now on."""

@@ -6,7 +6,7 @@ import os
 
 from instep.distributed.errors import DisagreementError
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub.job_state import JobState
+from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.mismatch import EnteredCollectives, Step, has_line
 
 ANSWER_SECONDS, MAX_ANSWERS_AWAITED = 0.3, 20

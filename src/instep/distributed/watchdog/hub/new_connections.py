@@ -10,7 +10,7 @@ from hmac import compare_digest
 
 from instep.distributed.watchdog.connection import Connection, Message, accept
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub.job_state import JobState
+from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.messages import is_valid
 
 HELLO_SECONDS = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub.job_state import JobState
+from instep.distributed.watchdog.job_state import JobState
 from instep.process.exit_status import rank_ranges
 
 ENDED_SECONDS_PER_RANK = 20e-6

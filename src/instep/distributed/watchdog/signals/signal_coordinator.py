@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from typing import Protocol
 
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.job_state import JobState
 from instep.process.exit_status import format_ranks
 
 POLL_SECONDS = 0.25
@@ -24,29 +24,10 @@ STALLED_POLLS, STALLED_NOW_POLLS = 40, 120
 ranks may be interrupted where they are."""
 
 
-class JobControl(Protocol):
-    """The hub's `JobState`, as it is used here."""
-
-    def broadcast(self, message_type: str, **fields: object) -> None:
-        """Send a message to every rank."""
-
-    def running_ranks(self) -> set[int]:
-        """The ranks whose programs have not ended."""
-
-    def all_connected(self) -> bool:
-        """Whether every rank has connected."""
-
-    def is_incomplete(self) -> bool:
-        """Whether a rank has failed, or its program has ended."""
-
-    def abort_job(self, text: str) -> None:
-        """End the job."""
-
-
 class SignalCoordinator:
     """The signals that have come to this job."""
 
-    def __init__(self, loop: EventLoop, job: JobControl) -> None:
+    def __init__(self, loop: EventLoop, job: JobState) -> None:
         self._loop, self._job = loop, job
         self._signals: dict[int, JobSignal] = {}
 
@@ -74,7 +55,7 @@ class JobSignal:
     are then, and so it does once a rank has failed: the others may have a second left to save.
     """
 
-    def __init__(self, loop: EventLoop, job: JobControl, number: int = signal.SIGINT) -> None:
+    def __init__(self, loop: EventLoop, job: JobState, number: int = signal.SIGINT) -> None:
         self._loop, self._job, self._number = loop, job, number
         self.is_over = False
         """Whether it has taken effect on all ranks that run."""

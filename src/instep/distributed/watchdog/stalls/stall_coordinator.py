@@ -6,11 +6,11 @@ A survey asks every watcher for the state of its rank and merges the replies.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Set
-from typing import Protocol
+from collections.abc import Callable
 
 from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.stalls import report
 from instep.process import write_text
 from instep.process.exit_status import format_ranks
@@ -24,29 +24,15 @@ SLOW_LEVEL = 3
 """Ranks that are slow, and not stuck, are reported at 4 times the threshold."""
 _STDERR = 2
 
-
-class Ranks(Protocol):
-    """The hub's `JobState`, as a survey needs it."""
-
-    def broadcast(self, message_type: str, **fields: object) -> None:
-        """Send a message to every watcher."""
-
-    def connected_ranks(self) -> Set[int]:
-        """The ranks whose watchers are connected; not a copy."""
-
-    def is_ending(self) -> bool:
-        """Whether a rank has failed, or has ended."""
-
-
 Done = Callable[[dict[int, Message]], None]
 
 
 class StallCoordinator:
     """Takes surveys, and prints a report when ranks have waited long."""
 
-    def __init__(self, loop: EventLoop, ranks: Ranks, size: int, rank_pid: int) -> None:
+    def __init__(self, loop: EventLoop, job: JobState, rank_pid: int) -> None:
         """`rank_pid`: of rank 0; a name for the file of stacks."""
-        self._loop, self._ranks, self._size, self._rank_pid = loop, ranks, size, rank_pid
+        self._loop, self._job, self._rank_pid = loop, job, rank_pid
         self._number = 0
         self._open: dict[int, tuple[dict[int, Message], Done]] = {}
         """By its number: the states that have arrived, and the function that takes them."""
@@ -107,21 +93,21 @@ class StallCoordinator:
         number = self._number
         self._open[number] = {}, done
         self._loop.call_later(REPLY_SECONDS, lambda: self._close(number))
-        self._ranks.broadcast("describe", request=number, depth=depth)
+        self._job.broadcast("describe", request=number, depth=depth)
 
     def _add_state(self, rank: int, message: Message) -> None:
         if message["request"] in self._open:
             states, _ = self._open[message["request"]]
             states[rank] = message
-            if states.keys() >= self._ranks.connected_ranks():
+            if states.keys() >= self._job.connected_ranks():
                 self._close(message["request"])
 
     def _close(self, number: int) -> None:
         if number not in self._open:
             return
         states, done = self._open.pop(number)
-        connected = self._ranks.connected_ranks()
-        for rank in set(range(self._size)) - states.keys():
+        connected = self._job.connected_ranks()
+        for rank in set(range(self._job.size)) - states.keys():
             silent = "is on a host that does not answer" if rank in connected else "has ended"
             states[rank] = {"what": silent}
         done(states)
@@ -129,7 +115,7 @@ class StallCoordinator:
     # --------------------------------------------------------------------------------- reports
 
     def _print_report(self, states: dict[int, Message]) -> None:
-        if self._ranks.is_ending() or not self._stalled:
+        if self._job.is_ending() or not self._stalled:
             return
         if not any("waited" in state for state in states.values()):
             return  # the ranks were idle, and no one of them waits
@@ -164,7 +150,7 @@ class StallCoordinator:
             self._loop.call_later(RESUMED_SECONDS, lambda: self._print_resumed(waited))
 
     def _print_resumed(self, waited: float) -> None:
-        if not self._ranks.is_ending() and not self._stalled:
+        if not self._job.is_ending() and not self._stalled:
             _print(f"instep: the ranks go on, after {report.format_seconds(waited)}\n")
 
 
