@@ -136,6 +136,10 @@ class MultiRankSession:
         at_end.callback(non_finite.show_with, None)
         sys.excepthook = self._excepthook
         at_end.callback(setattr, sys, "excepthook", self._excepthook_before)
+        if can_use_one_process(self.world):
+            self._set(set_fallback, Fallback(self._threads, self))
+            self._relay.before_waiting = leave_others
+            rank_signals.listener = may_interrupt
 
     def _share(self, on_opt_out: opt_out.OnOptOut) -> None:
         """Let the ranks share the work of the script, and all but rank 0 leave files and commands
@@ -153,10 +157,6 @@ class MultiRankSession:
         self._set(seeds.take_from_rank0, self._relay)
         self._set(opt_out.set_handler, on_opt_out)
         self._set(backward.on_first_work, self._begin)
-        if can_use_one_process(self.world):
-            self._set(set_fallback, Fallback(self._threads, self))
-            self._relay.before_waiting = leave_others
-            rank_signals.listener = may_interrupt
 
     def _set(self, setter: Callable[[T | None], object], value: T) -> None:
         """`setter(value)` now, and `setter(None)` when `_sharing` is closed."""
