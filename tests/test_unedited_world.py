@@ -335,6 +335,26 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
 
 
 @pytest.mark.launch
+def test_what_an_object_prints_when_python_deletes_it_at_its_end_is_printed_once(
+    place: Place,
+) -> None:
+    script = place.script("""
+        import sys, torch
+        class Environment:
+            def __init__(self):
+                self.out, self.err = sys.stdout, sys.stderr
+            def __del__(self):
+                print("closed", file=self.out, flush=True)
+                print("closed", file=self.err, flush=True)
+        kept = Environment()
+        torch.nn.Linear(3, 2)(torch.ones(4, 3))
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (0, "closed\n")
+    assert done.stderr.count("closed") == 1
+
+
+@pytest.mark.launch
 def test_a_rank_that_waits_in_vain_ends_whatever_the_name_of_the_script(place: Place) -> None:
     text = """
         import torch
@@ -790,3 +810,20 @@ def test_a_module_without_a_call_that_can_be_seen_is_told_so(place: Place) -> No
     assert (done.returncode, done.stdout) == (0, "relative [3.0, 5.0, 7.0]\n")
     assert done.stderr.startswith("instep: every rank computed all of this script: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.launch
+def test_of_a_model_that_only_threads_call_it_is_told_that_these_are_not_seen(place: Place) -> None:
+    script = place.script("""
+        import torch
+        from concurrent.futures import ThreadPoolExecutor
+        def train(size):
+            model, x = torch.nn.Linear(size, 1), torch.ones(6, size)
+            model(x).sum().backward()
+            return model.weight.grad.tolist()
+        with ThreadPoolExecutor(2) as threads:
+            print(*threads.map(train, (1, 2)))
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (0, "[[6.0]] [[6.0, 6.0]]\n")
+    assert " in threads that the script starts, " in done.stderr

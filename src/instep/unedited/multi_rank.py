@@ -61,8 +61,8 @@ LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
     "every rank computed all of this script: it called no torch.nn.Module with parameters in a way "
-    "that instep sees. (Calls of a class that defines __call__ itself, and those inside of a "
-    "function that torch.compile compiles are not seen.) [INS712]"
+    "that instep sees. (Calls of a class that defines __call__ itself, in threads that the script "
+    "starts, and inside of a function that torch.compile compiles are not seen.) [INS712]"
 )
 _INFO, _DONE = "info", "done"
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class MultiRankSession:
         self._alone = ExitStack()
         """Of rank 0, once it goes on alone."""
         self._process = os.getpid()
-        atexit.register(self.end)  # runs after what rendezvous and the script register
+        atexit.register(self._end_at_exit)  # runs after what rendezvous and the script register
         self.world = _join()
         self._excepthook_before = sys.excepthook
         atexit.register(self._wait_for_all_ranks)
@@ -173,6 +173,12 @@ class MultiRankSession:
         """Note on an exception of the script what instep knows of its cause."""
         write_access.add_notes(error, self.world.rank)
         launcher_env.add_note(error, self.world)
+
+    def _end_at_exit(self) -> None:
+        """As `end`. Objects that live until Python ends may print when it deletes them."""
+        if self._installed and not self._has_failed and os.getpid() == self._process:
+            self._streams.discard_output()
+        self.end()
 
     def end(self) -> None:
         """Restore everything, except that the ranks stay connected."""

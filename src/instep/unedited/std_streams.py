@@ -120,6 +120,12 @@ class StdStreams:
                 if stream is not None:  # it was closed when Python started
                     vars(stream).pop("isatty", None)
 
+    def discard_output(self) -> None:
+        """Ranks other than rank 0 stay silent after `restore`, too."""
+        for saved in self._saved:
+            os.close(saved)
+        self._saved.clear()
+
     def _silence(self) -> None:
         _flush()
         null = os.open(os.devnull, os.O_RDWR)
