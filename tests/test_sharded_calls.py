@@ -1144,6 +1144,26 @@ def test_what_fails_for_some_rows_is_reported_with_its_exception_for_one_size() 
         )
 
 
+class ChangesWhatItSaved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).exp()
+        x.detach().mul_(2)
+        return x
+
+
+@ranks(2)
+def test_gradients_that_cannot_be_computed_are_reported_with_torchs_whole_sentence() -> None:
+    with sharding() as log:
+        ChangesWhatItSaved(6, 3)(torch.randn(4, 6))
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes ChangesWhatItSaved whole: gradients of its outputs cannot "
+            "be computed (one of the variables needed for gradient computation has been modified "
+            "by an inplace operation: [torch.FloatTensor [4, 3]], which is output 0 of "
+            "Exp, is at version 1; expected version 0 instead). [INS711]\n"
+        )
+
+
 @ranks(2)
 def test_a_report_says_that_other_calls_of_the_module_are_divided() -> None:
     """As a recurrent network that is trained on batches, and generates from one state of two

@@ -211,6 +211,7 @@ def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason |
     except ShardedCallError as error:
         why = WholeReason(str(error))
     except RuntimeError as error:  # it has freed the graph of an output
-        text = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
+        sentence = str(error).partition(". ")[0].rstrip(".")
+        text = f"gradients of its outputs cannot be computed ({sentence})"
         why = WholeReason(text)
     return first_reason(why, group.transport)
