@@ -433,24 +433,81 @@ def test_the_ranks_get_the_signal_and_may_finish(launch: Launch, number: signal.
         launch.events(2)
         process.send_signal(number)
         assert launch.events(2) == [[0, number], [1, number]]
-        expected = (
-            0 if number is signal.SIGINT else 143
-        )  # python's own, for a script that handles it
-        assert launch.end_of(process).returncode == expected
+        result = launch.end_of(process)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_the_ranks_get_sigusr2_and_go_on(launch: Launch) -> None:
+@pytest.mark.parametrize(
+    ("handles", "code", "said"),
+    [
+        ("True", 3, r"instep: ended by SIGTERM at \S+; ranks 0, 1 exited with code 3\n"),
+        ("rank == 0", 143, r"instep: ended by SIGTERM\S* at \S+; ranks 0, 1 were stopped\n"),
+    ],
+)
+def test_a_job_ends_with_the_code_that_its_ranks_have_chosen_on_sigterm(
+    launch: Launch, handles: str, code: int, said: str
+) -> None:
+    script = launch.script(f"""
+        def leave(number, frame):
+            sys.exit(3)
+        if {handles}:
+            signal.signal(signal.SIGTERM, leave)
+        tell(rank)
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(signal.SIGTERM)
+        result = launch.end_of(process)
+    assert result.returncode == code
+    assert re.fullmatch(said, result.stderr), result.stderr
+
+
+def test_an_exception_of_a_handler_of_sigterm_is_reported(launch: Launch) -> None:
     script = launch.script("""
-        signal.signal(signal.SIGUSR2, lambda number, frame: tell(rank, number))
+        def save(number, frame):
+            raise ValueError("no room")
+        signal.signal(signal.SIGTERM, save)
+        tell(rank)
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(signal.SIGTERM)
+        result = launch.end_of(process)
+    assert result.returncode == 1
+    assert result.stderr.endswith("ValueError: no room\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_ranks_get_other_signals_and_go_on(launch: Launch, number: signal.Signals) -> None:
+    script = launch.script("""
+        for each in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(each, lambda number, frame: tell(rank, number))
         tell(rank, 0)
         meeting.wait_for(1)
     """)
     with launch.start("-n", 2, script) as process:
         launch.events(2)
-        process.send_signal(signal.SIGUSR2)
-        assert launch.events(2) == [[0, signal.SIGUSR2], [1, signal.SIGUSR2]]
+        process.send_signal(number)
+        assert launch.events(2) == [[0, number], [1, number]]
         launch.call(2)
         assert launch.end_of(process).returncode == 0
+
+
+def test_sigusr1_is_a_question_only_where_no_rank_handles_it(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 0:
+            signal.signal(signal.SIGUSR1, lambda number, frame: tell(rank, number))
+        tell(rank, 0)
+        meeting.wait_for(1)
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(signal.SIGUSR1)
+        assert launch.event() == [0, signal.SIGUSR1]
+        launch.call(2)
+        assert launch.end_of(process).returncode == 0  # rank 1 has not died of it
 
 
 def test_the_second_signal_is_sigterm_and_the_third_sigkill(launch: Launch) -> None:

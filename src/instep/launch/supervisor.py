@@ -43,6 +43,7 @@ from instep.process import pending_writes, print_line, settings, storage
 from instep.process.exit_status import REQUEUE
 from instep.process.failure import Failure, RankExit, first_failure, format_interrupt, format_report
 from instep.process.last_position import LastPosition
+from instep.process.procfs import handles_signal
 from instep.training.checkpoint.resume_point import ResumePoint
 
 POLL_INTERVAL = 0.05
@@ -206,16 +207,15 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         lost_nodes=tuple(k for k in range(len(sizes)) if sum(sizes[:k]) in lost),
         resume_point=result.resume_point,
     )
-    if requested_signal is not None and first is not None and first.code == REQUEUE:
-        return replace(known, code=REQUEUE)
-    if requested_signal is not None and (
-        supervisor.signalled_again or (first is not None and first.code in INTERRUPTED)
-    ):
+    if first is None or (requested_signal is not None and first.code == REQUEUE):
+        return known if first is None else replace(known, code=REQUEUE)
+    is_killed = bool(lost) or any(end.code < 0 for end in result.ends)
+    ends_by_it = supervisor.signalled_again and (is_killed or not first.raised)
+    if requested_signal is not None and (first.code in INTERRUPTED or ends_by_it):
         is_shown = job_info.first == 0 or job.hosts.has_own_terminal
         report = format_interrupt(requested_signal, first, result.ends) if is_shown else ""
-        return replace(known, code=128 + requested_signal, report=report)
-    if first is None:
-        return known
+        code = 128 + requested_signal if is_killed else first.code  # else the script has chosen it
+        return replace(known, code=code, report=report)
     host = "" if job_info.one_host else job_info.host_of(first.rank)
     text = format_report(first, result.ends, job_info.size, host)
     is_here = job_info.first <= first.rank < job_info.first + job.size
@@ -326,6 +326,8 @@ class Supervisor:
         for number in self._signal_queue.pop_all():
             if number in REPORT_SIGNALS:
                 self._start_report(status=number is signal.SIGUSR1)
+                if number is signal.SIGUSR1:
+                    self._send_to_ranks(number, handled_only=True)
             elif number in PASSED_SIGNALS:
                 self._send_to_ranks(number)
             elif self._steps is None:
@@ -383,8 +385,12 @@ class Supervisor:
             self._ending_by = None if step.signal is signal.SIGINT else step.signal
             self._send_to_ranks(step.signal, even_exiting=step is KILL)
 
-    def _send_to_ranks(self, number: signal.Signals, *, even_exiting: bool = False) -> None:
-        """Send a signal to every rank of this host that runs."""
+    def _send_to_ranks(
+        self, number: signal.Signals, *, even_exiting: bool = False, handled_only: bool = False
+    ) -> None:
+        """Send a signal to every rank of this host that runs, or to those that handle it."""
         for rank in self._ranks:
+            if handled_only and not handles_signal(rank.pid, number):
+                continue
             if rank.end is None and (even_exiting or not rank.is_exiting()):
                 rank.signal(number)

@@ -16,7 +16,9 @@ from instep.process.exit_status import (
     describe_early_exit,
     describe_exit,
     format_failure,
+    format_ranks,
     format_stopped,
+    group_ranks,
     shell_exit_code,
 )
 
@@ -149,10 +151,14 @@ def format_interrupt(
     outside = [frame for frame in frames if not frame[0].startswith(PACKAGE_FOLDER)]
     own = [frame for frame in frames if is_script_file(frame[0])]
     seen = [f"{file}:{line}" for file, line in own or outside]
-    seen += re.findall(r"It was last seen at (.+), ", text)
+    seen += re.findall(r"It (?:was last seen|left) at (.+?:\d+)[,.]", text)
     what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
     place = f" at {seen[-1]}" if seen else ""
-    stopped = format_stopped(each.rank for each in exits if each.code != 0)
+    codes = group_ranks({each.rank: each.code for each in exits if each.code != 0})
+    if codes and min(codes) > 0:
+        ends = [f"; {format_ranks(ranks)} {describe_exit(code)}" for code, ranks in codes.items()]
+        return f"instep: {what}{place}{''.join(ends)}\n"
+    stopped = format_stopped(rank for ranks in codes.values() for rank in ranks)
     return f"instep: {what}{place}{stopped}\n"
 
 
