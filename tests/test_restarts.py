@@ -62,7 +62,7 @@ def test_a_killed_rank_is_replaced_until_the_restarts_are_used_up() -> None:
 
 def test_without_a_checkpoint_the_job_begins_anew_and_says_so() -> None:
     message = RestartPolicy(2).next_attempt(TWO_HOSTS, failed()).message
-    assert message == "restart 1 of 2: the job begins anew, as it has saved no checkpoint"
+    assert message == "restart 1 of 2: the script starts again (instep has no checkpoint of it)"
 
 
 def test_the_same_error_twice_ends_the_job_unless_it_came_further() -> None:

@@ -593,7 +593,7 @@ def test_a_killed_job_goes_on_with_the_numbers_of_one_process(tmp_path, commands
         ran = launch(killed, *options)
         assert (ran.returncode == 0) == (options is commands[-1]), ran.stderr
     assert "goes on after iteration" in ran.stderr
-    assert "begins anew" not in ran.stderr
+    assert "starts again" not in ran.stderr
     (state, history, rate, _), (expected, history_alone, rate_alone, _) = (
         final(killed),
         final(alone),
@@ -623,5 +623,5 @@ def test_a_job_goes_on_at_other_numbers_of_ranks_with_the_same_bits(tmp_path) ->
     ended = launch(killed, "-n", "1", *bitwise)
     assert ended.returncode == 0, ended.stderr
     assert "goes on after iteration" in ended.stderr
-    assert "begins anew" not in ended.stderr
+    assert "starts again" not in ended.stderr
     assert_same_end(killed, alone)

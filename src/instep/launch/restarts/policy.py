@@ -106,12 +106,12 @@ class RestartPolicy:
     def _describe(self, attempt: Attempt, following: Attempt) -> str:
         size, fewer = sum(attempt.sizes), sum(following.sizes)
         where = (
-            "begins anew, as it has saved no checkpoint"
+            "script starts again (instep has no checkpoint of it)"
             if self._reached is None
-            else f"goes on from {self._reached.path}"
+            else f"job goes on from {self._reached.path}"
         )
         ranks = "" if fewer == size else f" with {fewer} of {size} ranks"
-        return f"restart {self._restarts} of {self.max_restarts}{ranks}: the job {where}"
+        return f"restart {self._restarts} of {self.max_restarts}{ranks}: the {where}"
 
 
 def place_in(attempt: Attempt, first: NodeConfig) -> NodeConfig:
