@@ -320,6 +320,67 @@ def test_what_a_failing_rank_has_told_of_its_collectives_before_a_failure_is_kno
     assert "barrier at a.py:1 on rank 0; broadcast at a.py:2 on rank 1" in capfd.readouterr().err
 
 
+def test_a_rank_that_fails_while_another_one_is_named_has_not_finished() -> None:
+    """Both leave by SystemExit, as at the same check of the arguments."""
+    loop = Timers()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(loop, 2, listener, "token")
+        watchers = [FakeWatcher(hub, loop, rank) for rank in range(2)]
+        for watcher in watchers:
+            watcher.tell("finished")  # it is at its exit
+        watchers[0].tell("failed", **failure_fields(0, "a", 1, silent=True))
+        watchers[0].tell("ended", code=1)
+        loop.due.pop()()
+        watchers[1].tell("failed", **failure_fields(1, "a", 1, silent=True))
+        watchers[1].tell("ended", code=1)
+        expected = "instep: rank 0 of 2 exited with code 1; rank 1 was stopped"
+        assert [watcher.headline("over") for watcher in watchers] == [expected] * 2
+        for watcher in watchers:
+            watcher.close()
+
+
+LAUNCHES = """
+import os, subprocess, sys
+common = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job", "MASTER_PORT": sys.argv[1]}
+common |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+for rank in "01":
+    command = [sys.executable, "train.py"]
+    if rank == "1":
+        command = ["sh", "-c", '"$0" "$1"; exit $?', *command]
+    subprocess.Popen(command, env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank})
+sys.stdin.read()
+"""
+LEFT = """
+import instep, threading
+instep.init()
+instep.barrier()
+print("met", flush=True)
+threading.Event().wait()  # left here
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(60)
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """One of them was started by a script of the user's, which goes on."""
+    (tmp_path / "train.py").write_text(LEFT)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES, port], cwd=tmp_path, env=environ, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as launcher:  # fmt: skip
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["met\n"] * 2
+        launcher.kill()
+        _, said = launcher.communicate(timeout=30)  # until all ranks have closed it
+    what = r"has lost its launcher \(torchrun\), which has ended before it\."
+    assert re.match(rf"instep: rank [01] of 2 {what}\n", said), said
+    assert "    threading.Event().wait()  # left here\n" in said
+    assert said.count("instep: ") == 1
+
+
 class FakeWatcher:
     """A watcher's connection to a hub whose loop does not run."""
 
@@ -335,10 +396,10 @@ class FakeWatcher:
         self._connection.send(message_type, **fields)
         self._loop._selector.get_key(self._hubs).data()
 
-    def headline(self) -> str:
+    def headline(self, message_type: str = "failed") -> str:
         """Of the first failure, which the hub has sent."""
         messages = self._connection.recv() or []
-        return "".join(m["headline"] for m in messages if m["type"] == "failed")
+        return "".join(m["headline"] for m in messages if m["type"] == message_type)
 
     def close(self) -> None:
         """Close both ends."""

@@ -17,7 +17,7 @@ from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World, read_number
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
-from instep.process.procfs import read_environ
+from instep.process.procfs import read_environ, read_stat
 
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
@@ -227,6 +227,26 @@ def is_launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> 
         )
     read = name != JOB and any(name in row.variables for row in LAUNCHERS)
     return read or name in _NAMES or name.startswith(_PREFIXES)
+
+
+def launcher_process() -> int | None:
+    """The process that has started the ranks of this host, which does not end before them.
+
+    It is the nearest ancestor without this rank's variables, as the rank may be started by a script
+    of the user's. None where the launcher's row does not say that one process starts all of them,
+    or where none is found.
+    """
+    environ = read_environ("self")
+    launcher = _launcher(environ)
+    if launcher is None or not launcher.starts_all:
+        return None
+    pid = os.getpid()
+    with suppress(OSError):
+        while (pid := read_stat(pid).parent) > 1:
+            found = read_environ(pid)
+            if any(found.get(name) != environ[name] for name in (*launcher.markers, launcher.rank)):
+                return pid
+    return None
 
 
 def has_chosen_threads(environ: Mapping[str, str]) -> bool:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from instep.distributed.conditions import note_condition
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity.authentication import derive_key
-from instep.distributed.identity.launchers import FAILURE_FILE, JOB
+from instep.distributed.identity.launchers import FAILURE_FILE, JOB, launcher_process
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog.call_stack import (
     format_main_thread_stack,
@@ -188,6 +188,7 @@ class WatcherClient:
             host=socket.gethostname(),
             pid=self._pid,
             supervised=JOB in os.environ,
+            source=world.source,
             stall_seconds=int(settings.STALL_SECONDS),
             timeout=int(settings.TIMEOUT),
             stack_signal=int(python_stacks.STACK_SIGNAL),
@@ -212,6 +213,9 @@ class WatcherClient:
             opened["stacks"] = os.dup(stacks)
         if JOB not in os.environ:
             opened["crash"] = os.dup(_crash_file())
+            with suppress(ProcessLookupError):
+                if (launcher := _launcher_process()) is not None:
+                    opened["launcher"] = os.pidfd_open(launcher)
         if isinstance(listener, socket.socket):
             opened["listener"] = listener.detach()
         return opened
@@ -314,7 +318,8 @@ class WatcherClient:
         """End this rank with an error that the main thread, which is blocked, cannot raise."""
         stack = format_main_thread_stack()
         if FAILURE_FILE not in os.environ:
-            write_text(2, f"instep: {text}\n{stack}")
+            with suppress(OSError):  # the launcher, which reads it, may have ended
+                write_text(2, f"instep: {text}\n{stack}")
         self._exit(1, f"{text}\n{stack}", awaited_rank)
 
     def _exit(self, code: int, reason: str, awaited_rank: int | None = None) -> None:
@@ -352,6 +357,12 @@ def _start_process(passed: Collection[int]) -> tuple[int, Connection]:
     for fd in passed:
         os.close(fd)
     return watcher.pid, Connection(ours)
+
+
+def _launcher_process() -> int | None:
+    """The process without which this rank is not to go on, where that is known."""
+    parent = parent_process()
+    return launcher_process() or (None if parent is None else parent.pid)
 
 
 @cache

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from instep.distributed.flight_record.record_format import read
@@ -119,6 +120,9 @@ class Watcher:
         loop.add_reader(rank, self._recv_from_rank)
         loop.add_reader(hub, self._recv_from_hub)
         loop.add_reader(self._process.pidfd, self._rank_ended)
+        self._source = start["source"]
+        if (launcher := start.get("launcher")) is not None:
+            loop.add_reader(launcher, partial(self._launcher_ended, launcher))
         self._checks = ProgressChecks(loop, rank, hub, start, self._stalls, self._abort)
         self._delay_check = DelayCheck(loop, hub, start)
 
@@ -201,6 +205,13 @@ class Watcher:
         else:
             self._loop.stop()
 
+    def _launcher_ended(self, pidfd: int) -> None:
+        """End the rank, which nothing else would end, unless its launcher has waited for it."""
+        self._loop.remove_reader(pidfd)
+        if not (self._finished or self._failure or has_ended(self._process.pidfd)):
+            text = f"has lost its launcher ({self._source}), which has ended before it"
+            self._abort(f"rank {self._rank} of {self._size} {text}.", description=text)
+
     def _let_rank_exit(self) -> None:
         """Tell the rank to exit, and kill it if it does not."""
         if self._ended or self._exit_sent or self._failure is None:
@@ -260,6 +271,8 @@ class Watcher:
                 if not self._finished:
                     self._rank_connection.send("get_collectives", **message)
             elif message_type == "over":
+                if self._failure is not None:
+                    self._failure["headline"] = message["headline"]
                 self._print_failure()
             elif message_type in SIGNALS_TO_RANK:
                 self._rank_connection.send(message_type, **message)
@@ -286,12 +299,12 @@ class Watcher:
                     write_text(2, text)
         self._loop.stop()
 
-    def _abort(self, text: str, awaited_rank: int | None = None) -> bool:
+    def _abort(self, text: str, awaited_rank: int | None = None, description: str = "") -> bool:
         """Let the rank end with this error; returns False if it is to end with another one."""
         if self._abort_fields is not None:
             return False
         self._abort_fields = {"text": text, "awaited_rank": awaited_rank}
-        self._report_failure(1, "waits in vain", True, awaited_rank)
+        self._report_failure(1, description or "waits in vain", not description, awaited_rank)
         return True
 
 

@@ -103,7 +103,7 @@ class FirstFailure:
         if awaited is not None and (awaited in job.finished or job.ended.get(awaited) == 0):
             description, rank = describe_early_exit(rank), awaited
         others = set(range(job.size)) - {rank, *first.get("with", ())}
-        finished = others & job.finished
+        finished = {each for each in others & job.finished if not job.ended.get(each)}
         return format_failure(rank, job.size, description, finished, others - finished)
 
     def _end_others(self) -> None:
@@ -116,9 +116,10 @@ class FirstFailure:
         if self._is_over:
             return
         self._is_over = True
-        if self._job.first_failure is not None:
-            self._job.broadcast("over")
-        if self._job.first_failure is None or 0 not in self._job.connections:
+        first = self._job.first_failure
+        if first is not None:  # ranks at their exit may have failed since it was chosen
+            self._job.broadcast("over", headline=self._headline(first))
+        if first is None or 0 not in self._job.connections:
             self._loop.stop()  # else rank 0's watcher, in this loop, does so after its report
 
 
