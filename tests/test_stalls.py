@@ -172,6 +172,30 @@ def check_questions(process: subprocess.Popen[str], predicate: str, waited_for: 
     read_until(process, r"^  rank 2: epoch 0, step 0, .* MiB")
 
 
+HANGS = """
+    import atexit, torch, instep
+    model = instep.replicate(torch.nn.Linear(1, 1))
+    for x in instep.shard(torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)):
+        model(x).sum().backward()
+    if rank == 1:
+        atexit.register(lambda: os.read(meeting.fd, 1))  # hangs
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(60)
+def test_a_rank_that_hangs_at_its_exit_is_reported_once_others_have_ended(launch: Launch) -> None:
+    """And what instep does after that at its exit prints nothing, though rank 0's store is gone."""
+    script = launch.script(HANGS)
+    with launch.start("-n", 2, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
+        what = FAULTS["read"].replace("HERE", line_of(script, "hangs"))
+        read_until(process, rf"^\[1\] instep: rank 1 {what}; rank 0 has ended$")
+        launch.call()
+        result = launch.end_of(process)
+    assert result.returncode == 0
+    assert "c10d" not in result.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.timeout(60)
 def test_a_report_names_the_rank_that_others_wait_for_and_what_it_does(launch: Launch) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.watchdog import client
 
 _resets = 0
 
@@ -15,6 +16,8 @@ def show(key: str, value: Any) -> list[tuple[int, Any]]:
     """Show a value of JSON under `key`, in place of an earlier one there; returns the neighbors
     that have shown theirs, and what it is. Of two neighbors the one that comes later sees the
     other's. Not collective."""
+    if client.has_rank_0_ended():
+        return []
     world, store = bootstrap.current(), bootstrap.store()
     begin = f"{key} after {_resets} resets, of rank"
     found = []

@@ -141,6 +141,11 @@ def has_failed() -> bool:
     return _has_failed
 
 
+def has_rank_0_ended() -> bool:
+    """Whether rank 0's process has ended, as far as this rank's watcher has told."""
+    return any(client.has_rank_0_ended for client in _clients[-1:])
+
+
 def report_collectives(error: BaseException) -> None:
     """This rank fails with `error`, perhaps since it disagrees with the others about a collective.
 
@@ -172,6 +177,8 @@ class WatcherClient:
         """The job's first failure is known, or no watcher is left to choose it."""
         self._rank_0_waits = threading.Event()
         """It does, while this rank has failed; or no watcher is left to tell."""
+        self.has_rank_0_ended = False
+        """With rank 0 its store has ended, for which torch prints 20 lines at each call."""
         self._is_first = True
         """Whether it may be this rank's."""
         self._headline = ""
@@ -304,6 +311,8 @@ class WatcherClient:
             self._decided.set()
         elif message_type == "rank_0_waits":
             self._rank_0_waits.set()
+        elif message_type == "rank_0_ended":
+            self.has_rank_0_ended = True
         elif message_type == "exit":
             self._exit(message["code"], message["reason"])
         elif message_type == "abort":

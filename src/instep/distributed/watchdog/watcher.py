@@ -120,9 +120,8 @@ class Watcher:
         loop.add_reader(rank, self._recv_from_rank)
         loop.add_reader(hub, self._recv_from_hub)
         loop.add_reader(self._process.pidfd, self._rank_ended)
-        self._source = start["source"]
         if (launcher := start.get("launcher")) is not None:
-            loop.add_reader(launcher, partial(self._launcher_ended, launcher))
+            loop.add_reader(launcher, partial(self._launcher_ended, launcher, start["source"]))
         self._checks = ProgressChecks(loop, rank, hub, start, self._stalls, self._abort)
         self._delay_check = DelayCheck(loop, hub, start)
 
@@ -205,11 +204,11 @@ class Watcher:
         else:
             self._loop.stop()
 
-    def _launcher_ended(self, pidfd: int) -> None:
+    def _launcher_ended(self, pidfd: int, name: str) -> None:
         """End the rank, which nothing else would end, unless its launcher has waited for it."""
         self._loop.remove_reader(pidfd)
         if not (self._finished or self._failure or has_ended(self._process.pidfd)):
-            text = f"has lost its launcher ({self._source}), which has ended before it"
+            text = f"has lost its launcher ({name}), which has ended before it"
             self._abort(f"rank {self._rank} of {self._size} {text}.", description=text)
 
     def _let_rank_exit(self) -> None:
@@ -251,7 +250,11 @@ class Watcher:
         for message in messages or ():
             message_type = message.pop("type")
             if message_type == "ended":
-                self._checks.add_ended_ranks(ranks_of(message["ranks"]))
+                ended = ranks_of(message["ranks"])
+                self._checks.add_ended_ranks(ended)
+                self._stalls.others_ended(ended)
+                if 0 in ended:
+                    self._rank_connection.send("rank_0_ended")
             elif message_type == "failed":
                 self._job_failed(message)
             elif message_type == "exit":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from instep.distributed.watchdog.stalls.probe import (
 )
 from instep.distributed.watchdog.stalls.request_relay import RequestRelay
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
+from instep.process import write_text
+from instep.process.exit_status import format_ranks
 from instep.process.last_position import write_later_position
 from instep.process.procfs import memory_in_use, read_stat
 
@@ -56,6 +59,10 @@ class RankWatch:
         self._rank = ProbeTarget(
             start["pid"], start["record"], start["seen"], lambda: rank.send("get_stacks")
         )
+        self._number: int = start["rank"]
+        self._ended_ranks: set[int] = set()
+        self._is_idle_now = False
+        """Whether the rank has hardly used a processor between the last two polls."""
         self._dumps = StackDumps(loop, start.get("stacks"), start["stack_signal"])
         self._probes: set[RankProbe] = set()
         self._ended = False
@@ -110,7 +117,7 @@ class RankWatch:
         while self._history[0].time < now - WINDOW_SECONDS:
             self._history.popleft()
         progress = header.count, header.last_left or 0.0
-        is_idle = self._is_idle(elapsed)
+        is_idle = self._is_idle_now = self._is_idle(elapsed)
         goes_on = self._waits_in_cpp and not is_idle
         has_returned = self._waits_unrecorded and self._line != self._unrecorded_wait
         if progress != self._progress or goes_on or has_returned:
@@ -162,6 +169,34 @@ class RankWatch:
             return last
         return regular
 
+    # ----------------------------------------------------------------------- after other ranks
+
+    def others_ended(self, ranks: set[int]) -> None:
+        """Other ranks have ended.
+
+        If this one, the first of those that are left, hangs (in an atexit handler or a thread that
+        it waits for, say), that is reported after INSTEP_STALL_SECONDS, and later again.
+        """
+        if not self._ended_ranks and self._threshold:
+            self._loop.call_later(self._threshold, partial(self._look_after_others, 1))
+        self._ended_ranks |= ranks
+
+    def _look_after_others(self, level: int) -> None:
+        if not self._ended:
+            after = self._threshold * 2**level
+            self._loop.call_later(after, partial(self._look_after_others, level + 1))
+            is_first_left = self._ended_ranks.issuperset(range(self._number))
+            if self._is_idle_now and is_first_left:
+                self._probe("stuck", self._print_left)
+
+    def _print_left(self, state: Message) -> None:
+        if not (state["is_slow"] or "waited" in state or self._ended):
+            others = format_ranks(self._ended_ranks)
+            verb = "has" if len(self._ended_ranks) == 1 else "have"
+            text = f"instep: rank {self._number} {state['what']}; {others} {verb} ended\n"
+            with suppress(OSError):  # the launcher, which reads it, may have ended
+                write_text(2, text)
+
     # ------------------------------------------------------------------------------ the answers
 
     def describe(self, request: int, depth: str) -> None:
@@ -176,11 +211,13 @@ class RankWatch:
         if depth == "progress":
             self._hub.send("state", request=request, what="", stacks="", **self._progress_fields())
             return
+        self._probe(depth, lambda fields: self._hub.send("state", request=request, **fields))
 
+    def _probe(self, depth: str, reply: Callable[[Message], None]) -> None:
         def done(fields: Message) -> None:
             done_probes = [each for each in self._probes if each.is_done]
             self._probes.difference_update(done_probes)
-            self._hub.send("state", request=request, **fields)
+            reply(fields)
 
         probe = RankProbe(self._loop, self._rank, self._dumps, depth == "all", self._waited, done)
         if not probe.is_done:
