@@ -1,7 +1,9 @@
 """Who arrives, from where, and whether they are one job."""
 
 import argparse
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import types
@@ -127,6 +129,19 @@ def test_a_socket_is_reserved_and_taken():
 def test_an_address_of_somebody_else_is_no_place_to_listen():
     with pytest.raises(RendezvousError, match=r"cannot listen on 198.51.100.1:1 .*rank 0"):
         listening.bind("198.51.100.1", 1)
+
+
+def test_a_host_whose_loopback_interface_is_down_is_told_so():
+    unshared = ("unshare", "--user", "--map-root-user", "--net")
+    if not shutil.which("unshare") or subprocess.run([*unshared, "true"], check=False).returncode:
+        pytest.skip("no process may have a network of its own here")
+    command = (sys.executable, "-m", "instep", "run", "-n", "2", "-m", "this")
+    ran = subprocess.run([*unshared, *command], check=False, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "instep: the ranks of this host meet at 127.0.0.1, which cannot be reached (Network is "
+        "unreachable): the interface lo is down (`ip link set lo up`), or has no address of IPv4.\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:70000", "a/b:1", "u@h:1"])

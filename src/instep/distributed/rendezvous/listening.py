@@ -11,6 +11,7 @@ from typing import Any
 from instep.distributed import interfaces
 from instep.distributed.errors import PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
+from instep.distributed.rendezvous.port_file import LOOPBACK_HOST
 
 ALL_INTERFACES = "0.0.0.0"
 
@@ -43,11 +44,14 @@ def bind(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
     """A socket on `host`, bound to `port` or a free one, but not listening.
 
     A script may then bind the port itself: both allow it (SO_REUSEADDR).
-    Raises PortInUseError, or RendezvousError where `host` is not an address of this host.
+    Raises PortInUseError, or RendezvousError where `host` is not an address of this host, or is
+    loopback and cannot be reached.
     """
     family, address = resolve(host, port)
     if not one_host and interfaces.is_local_alias(host):
         family, address = socket.AF_INET, (ALL_INTERFACES, port)
+    if address[0] == LOOPBACK_HOST:
+        _check_loopback()
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -61,6 +65,19 @@ def bind(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
             "the master must be an address of rank 0's own host."
         ) from None
     return listener
+
+
+def _check_loopback() -> None:
+    """Raise RendezvousError where processes of this host cannot reach each other at loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK_HOST, 1))  # sends nothing
+        except OSError as error:
+            raise RendezvousError(
+                f"the ranks of this host meet at {LOOPBACK_HOST}, which cannot be reached "
+                f"({error.strerror}): the interface lo is down (`ip link set lo up`), or has no "
+                "address of IPv4."
+            ) from None
 
 
 def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
