@@ -177,18 +177,32 @@ HANGS = """
     model = instep.replicate(torch.nn.Linear(1, 1))
     for x in instep.shard(torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)):
         model(x).sum().backward()
+    def hang():
+        os.read(meeting.fd, 1)  # hangs
     if rank == 1:
-        atexit.register(lambda: os.read(meeting.fd, 1))  # hangs
+        END
 """
 
 
 @pytest.mark.launch
 @pytest.mark.timeout(60)
-def test_a_rank_that_hangs_at_its_exit_is_reported_once_others_have_ended(launch: Launch) -> None:
+@pytest.mark.parametrize(
+    ("end", "waits"),
+    [
+        ("threading.Thread(target=hang).start()", r"a lock \(threading.py:\d+, _shutdown\)"),
+        pytest.param(
+            "atexit.register(hang)", "a file, a socket or another process",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_hangs_at_its_exit_is_reported_once_others_have_ended(
+    launch: Launch, end: str, waits: str
+) -> None:
     """And what instep does after that at its exit prints nothing, though rank 0's store is gone."""
-    script = launch.script(HANGS)
+    script = launch.script(HANGS.replace("END", end))
     with launch.start("-n", 2, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
-        what = FAULTS["read"].replace("HERE", line_of(script, "hangs"))
+        what = f"is in user code at {line_of(script, 'hangs')}, waiting for {waits}"
         read_until(process, rf"^\[1\] instep: rank 1 {what}; rank 0 has ended$")
         launch.call()
         result = launch.end_of(process)

@@ -47,6 +47,10 @@ _PEER_ARGUMENTS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
 
 NO_LINE = "Python's end"
 """Where the main thread runs no line: in a function of C that atexit calls, for example."""
+START = "Python's start"
+"""Where it runs instep's lines only, before the script's first one."""
+_SHUTDOWN = threading.__file__, "_shutdown"
+"""The function in which Python's end waits for threads."""
 _NEW_GROUP = "new_group"
 """The function of torch.distributed in which the members of a new group meet."""
 _WAITING = _GROUP_OPS | _PEER_ARGUMENTS.keys() | {_NEW_GROUP}
@@ -126,16 +130,24 @@ def main_thread_root() -> int | None:
 
 
 def main_thread_line() -> str:
-    """The line of the script, or of a library that it uses, that the main thread runs."""
+    """The line of the script, or of a library that it uses, that the main thread runs.
+
+    At Python's end it is the line of a thread for which the main thread waits.
+    """
     frames = main_thread_frames()
     if not frames:
         return NO_LINE
+    if (frames[-1].f_code.co_filename, frames[-1].f_code.co_name) == _SHUTDOWN:
+        awaited = (each for each in threading.enumerate() if not each.daemon)
+        waited_for = [each for each in awaited if each is not threading.main_thread()]
+        frames = next(filter(None, map(thread_frames, waited_for)), frames)
     scripts = (
         frame
         for frame in frames
         if not is_stdlib(file := frame.f_code.co_filename) and not file.startswith(_NO_SCRIPT)
     )
-    return location(next(scripts, frames[-1]))
+    frame = next(scripts, frames[-1])
+    return START if frame.f_code.co_filename.startswith("<frozen ") else location(frame)
 
 
 def format_main_thread_stack() -> str:
