@@ -29,7 +29,7 @@ from instep.distributed.watchdog.job_state import JobState
 from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
 from instep.distributed.watchdog.stalls.probe import ProbeTarget, RankProbe, awaited_entry
 from instep.distributed.watchdog.stalls.python_stacks import STACK_SIGNAL
-from instep.distributed.watchdog.stalls.rank_watch import waiting_share
+from instep.distributed.watchdog.stalls.rank_watch import RankWatch, waiting_share
 from instep.distributed.watchdog.stalls.report import (
     format_progress,
     format_seconds,
@@ -208,6 +208,28 @@ def test_a_rank_that_hangs_at_its_exit_is_reported_once_others_have_ended(
         result = launch.end_of(process)
     assert result.returncode == 0
     assert "c10d" not in result.stderr
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_rank_that_goes_on_alone_may_sleep(is_alone: bool) -> None:
+    """Rank 0 of an unedited script, whose other ranks have ended as planned."""
+    loop = EventLoop()
+    (rank, to_rank), (hub, to_hub) = socket.socketpair(), socket.socketpair()
+    record = os.memfd_create("record")
+    os.ftruncate(record, record_format.BYTES)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        start = {"rank": 0, "local_rank": 0, "pid": process.pid, "record": record, "seen": record}
+        start |= {"stall_seconds": 0.05, "timeout": 60.0, "stack_signal": 0}
+        watch = RankWatch(loop, Connection(to_rank), Connection(to_hub), start)
+        if is_alone:
+            watch.set_single_rank()
+        watch.others_ended({1})
+        loop.call_later(1.0, loop.stop)
+        loop.run()
+    assert bool(watch._probes) != is_alone
+    for end in (rank, to_rank, hub, to_hub):
+        end.close()
+    os.close(record)
 
 
 @pytest.mark.launch

@@ -213,6 +213,7 @@ class MultiRankSession:
         self.leave_job()
         if self.world.rank != 0:
             self._end_now()
+        client.announce_single_rank()
         self._sharing.close()
         # To look for one in the environment takes longer than many a batch to load.
         self._alone.enter_context(use_transport(LocalTransport()))

@@ -136,6 +136,12 @@ def announce_end() -> None:
         client._finish()
 
 
+def announce_single_rank() -> None:
+    """This rank goes on without the others, which end."""
+    for client in _clients[-1:]:
+        client.send("alone")
+
+
 def has_failed() -> bool:
     """Whether an exception has ended this rank's script."""
     return _has_failed

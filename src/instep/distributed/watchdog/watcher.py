@@ -148,6 +148,8 @@ class Watcher:
                     message.get("is_consequence", False),
                     message.get("awaited_rank"),
                 )
+            elif message_type == "alone":
+                self._stalls.set_single_rank()
             elif message_type in ("at_exit", "failing"):
                 self._hub.send(message_type)
             elif message_type == "exiting":

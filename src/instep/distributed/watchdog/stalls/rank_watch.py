@@ -61,6 +61,8 @@ class RankWatch:
         )
         self._number: int = start["rank"]
         self._ended_ranks: set[int] = set()
+        self._is_alone = False
+        """Whether they have ended as planned."""
         self._is_idle_now = False
         """Whether the rank has hardly used a processor between the last two polls."""
         self._dumps = StackDumps(loop, start.get("stacks"), start["stack_signal"])
@@ -181,8 +183,12 @@ class RankWatch:
             self._loop.call_later(self._threshold, partial(self._look_after_others, 1))
         self._ended_ranks |= ranks
 
+    def set_single_rank(self) -> None:
+        """The other ranks end because the rest of the script is this rank's."""
+        self._is_alone = True
+
     def _look_after_others(self, level: int) -> None:
-        if not self._ended:
+        if not (self._ended or self._is_alone):
             after = self._threshold * 2**level
             self._loop.call_later(after, partial(self._look_after_others, level + 1))
             is_first_left = self._ended_ranks.issuperset(range(self._number))
