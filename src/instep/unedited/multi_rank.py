@@ -176,7 +176,7 @@ class MultiRankSession:
 
     def _end_at_exit(self) -> None:
         """As `end`. Objects that live until Python ends may print when it deletes them."""
-        if self._installed and not self._has_failed and os.getpid() == self._process:
+        if self._installed and not self._failures.has_failed and os.getpid() == self._process:
             self._streams.discard_output()
         self.end()
 
