@@ -216,6 +216,53 @@ def hooked(register):
     return [*found, torch.tensor(called)]
 
 
+class Mixed(nn.Module):
+    """Reads `weight` from outside of its parameters, or an argument that may come from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.out = nn.Parameter(torch.eye(4)), nn.Linear(4, 2)
+        self.weight = None
+
+    def forward(self, x):
+        return self.out(x.tanh() @ (self.p if self.weight is None else self.weight))
+
+
+class Counted(torch.autograd.Function):
+    """Counts how often its backward is called."""
+
+    calls: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counted.calls.append(1)
+        return grad
+
+
+def computed_by_the_script(*, in_an_attribute):
+    """What a script computes from a parameter before it calls the module, with all that a backward
+    can leave there."""
+    model, norms = Mixed(), []
+    Counted.calls.clear()
+
+    def step(x):
+        weight = Counted.apply(nn.functional.normalize(model.p))
+        weight.register_hook(lambda grad: norms.append(grad.norm().item()))
+        weight.grad_fn.register_prehook(lambda grads: norms.append(grads[0].norm().item()))
+        weight.retain_grad()
+        model.weight = weight if in_an_attribute else None
+        model(x if in_an_attribute else x @ weight).square().mean().backward()
+        norms.append(weight.grad.norm().item())
+
+    for _ in range(3):
+        step(torch.randn(6, 4))
+    return [torch.tensor(norms), torch.tensor(len(Counted.calls)), model.p.grad]
+
+
 HOOKED = {
     "hooks on gradients": lambda: hooked(torch.Tensor.register_hook),
     "hooks after accumulation": lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook),
@@ -232,6 +279,8 @@ CASES = {
     "a parameter": (lambda: in_a_parameter(SteppedInPlace), 0),
     "a parameter's data": (lambda: in_a_parameter(Stepped), 0),
     **{name: (case, 6) for name, case in HOOKED.items()},
+    "an attribute's graph": (lambda: computed_by_the_script(in_an_attribute=True), 0),
+    "an argument's graph": (lambda: computed_by_the_script(in_an_attribute=False), 3),
 }
 
 

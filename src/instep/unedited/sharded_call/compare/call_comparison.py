@@ -64,6 +64,7 @@ from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
+USES_FOREIGN_LEAF = "its forward uses a tensor from outside that requires a gradient"
 _HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
 """How far a sharded call was the same as the whole one."""
 NOTHING_RIGHT = (_HAS_RUN, 0)
@@ -252,7 +253,7 @@ class CallComparison:
         )
         if not self._has_foreign_leaf:
             return ""
-        return "its forward uses a tensor from outside that requires a gradient"
+        return USES_FOREIGN_LEAF
 
     def _plan_outputs(
         self, local: LocalOutputs, region: Region, why: str

@@ -14,6 +14,7 @@ from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.call_comparison import (
     NOTHING_RIGHT,
     ONLY_GRADIENTS_DIFFER,
+    USES_FOREIGN_LEAF,
     CallComparison,
 )
 from instep.unedited.sharded_call.compare.higher_precision import (
@@ -22,6 +23,7 @@ from instep.unedited.sharded_call.compare.higher_precision import (
 )
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import (
@@ -33,6 +35,7 @@ from instep.unedited.sharded_call.plan.division import (
 )
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import FEW_ROWS, ReasonKind, WholeReason
+from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.forward.local_forward import gather_arguments
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
@@ -46,6 +49,8 @@ _SPARSE = WholeReason(
 _NO_BATCH = WholeReason("no batch among its arguments")
 _KEEPS_TENSORS = WholeReason("its forward sets attributes to tensors", ReasonKind.KEEPS_TENSORS)
 _MAX_READINGS = 3
+_Search = Callable[[CallComparison, WholeReason | None, ShardGroup], CallResult]
+_READS_COMPUTED = WholeReason(USES_FOREIGN_LEAF)
 _RETURNS_OTHERS = WholeReason(
     "it returns something else than when its calls were first divided (another number of outputs, "
     "or others)"
@@ -62,7 +67,30 @@ def find_plan(call: BoundCall, group: ShardGroup, *, is_first: bool) -> CallResu
     if why is None and is_first:
         begins = comparison.reference.begins_to_keep
         why = first_reason(_KEEPS_TENSORS if begins else None, group.transport)
-    return _search(comparison, why, group)
+    return _apart_from_script(comparison, why, group, _search)
+
+
+def _apart_from_script(
+    comparison: CallComparison, why: WholeReason | None, group: ShardGroup, search: _Search
+) -> CallResult:
+    """As `search`, unless `why` rules it out already, with arguments of which the script's own
+    graph is no part where a backward would go on through it to what is compared: the script's hooks
+    there, and its autograd functions, would be called once too often, and what it retains of
+    gradients there would have those of the comparison. Collective."""
+    reference, transport = comparison.reference, group.transport
+    if why is not None or not on_any_rank(reference.leads_to_itself(), transport):
+        return search(comparison, why, group)
+    reference.before.restore()
+    with observed(is_silent=True):
+        apart = CallComparison(comparison.call.cut_off(), group)
+    result = search(apart, None, group)
+    if result.plan is None:
+        reference.after.restore()
+        return replace(result, output=reference.value())
+    reference.before.restore()
+    call = comparison.call if result.reading is None else comparison.call.read_like(result.reading)
+    plan, output = run_sharded(call, result.plan, group)
+    return replace(result, output=output, plan=plan, reading=result.reading and call)
 
 
 def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGroup) -> CallResult:
@@ -128,8 +156,24 @@ def verify_plan(
     comparison, why = _begin(replace(call, kept=plan.kept), group)
     if why is None and on_any_rank(comparison.reference.kept != plan.kept, group.transport):
         why = _KEEPS_TENSORS if comparison.reference.begins_to_keep else None
-        result = _search(comparison, first_reason(why, group.transport), group)
+        why = first_reason(why, group.transport)
+        result = _apart_from_script(comparison, why, group, _search)
         return replace(result, is_compared=True)
+    verify = partial(_verify, plan, gradients=gradients)
+    if gradients:
+        return _apart_from_script(comparison, why, group, verify)
+    return verify(comparison, why, group)
+
+
+def _verify(
+    plan: ShardingPlan,
+    comparison: CallComparison,
+    why: WholeReason | None,
+    group: ShardGroup,
+    *,
+    gradients: bool,
+) -> CallResult:
+    """As `verify_plan`, unless `why` rules it out already."""
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
     if why is None:
         is_changed = not comparison.reference.has_structure(plan.structure)
@@ -205,7 +249,9 @@ def _try_precisions(
 
 def _compute_gradients(reference: Reference, group: ShardGroup) -> WholeReason | None:
     """Compute those of the whole forward; says why that cannot be. Collective."""
-    why = None
+    why = first_reason(_READS_COMPUTED if reference.reads_computed() else None, group.transport)
+    if why is not None:
+        return why
     try:
         reference.compute_gradients()
     except ShardedCallError as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from instep.training.autograd_graph import next_nodes, used_by_others, walk
@@ -209,6 +210,33 @@ class Reference:
         """Whether it was computed from something that is no argument and was computed before."""
         return find_leaves(self.outputs, self._start, self.call.tensors) is None
 
+    def reads_computed(self) -> bool:
+        """Whether it has read what the script has computed before and has not passed to it: through
+        that, a backward would go on into the script's own graph. What autocast has cast does not
+        count."""
+        own = (*self.call.tensors, *nn.Module.parameters(self.call.module), *self._plain_parameters)
+        return find_leaves(self.outputs, self._start, own, ends_at=_is_cast) is None
+
+    def leads_to_itself(self) -> bool:
+        """Whether a backward of it would go on from an argument, through the script's own graph, to
+        a parameter or another argument, of which the gradients are compared."""
+        computed = [x for x in self.call.tensors if x.grad_fn is not None]
+        targets = (*computed, *self._plain_parameters, *nn.Module.parameters(self.call.module))
+        nodes = {x.grad_fn for x in targets if x.grad_fn is not None}
+        leaves = {id(x) for x in (*targets, *self.call.tensors) if x.grad_fn is None}
+        found = False
+
+        def visit(node: Any) -> list[Any]:
+            nonlocal found
+            following = [] if found else [each for each in next_nodes(node) if each is not None]
+            found = found or any(
+                each in nodes or id(getattr(each, "variable", None)) in leaves for each in following
+            )
+            return following
+
+        walk(computed, visit)
+        return found
+
     def compute_gradients(self) -> None:
         """Compute its gradients now, while what autograd has saved is as it was.
 
@@ -319,6 +347,12 @@ def _backward_functions(outputs: Sequence[Any], start: int) -> list[tuple[str, A
 
     walk((out for out in outputs if isinstance(out, Tensor)), visit)
     return list(found.values())
+
+
+def _is_cast(node: Any) -> bool:
+    """Whether autocast has cast a parameter here: it keeps that for the calls that follow."""
+    is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return is_cast and node.name() == "ToCopyBackward0" and hasattr(next_nodes(node)[0], "variable")
 
 
 def _require_gradients(call: BoundCall) -> list[bool]:

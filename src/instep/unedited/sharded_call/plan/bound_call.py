@@ -123,6 +123,27 @@ class BoundCall:
         args, kwargs = unflatten(leaves, self.structure)
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
+    def read_like(self, other: BoundCall) -> BoundCall:
+        """The call with its arguments read as those of `other`, which are as many and alike."""
+        lengths = (None, *self.list_lengths())
+        readings = (self, *map(self.by_entries, lengths))
+        return next(each for each in readings if each.structure == other.structure)
+
+    def cut_off(self) -> BoundCall:
+        """The same call with arguments that were not computed: what requires a gradient still does,
+        but the graph ends there."""
+        alike: dict[int, Tensor] = {}
+
+        def cut(leaf: Any) -> Any:
+            if is_entries(leaf):
+                entries = [flatten(entry) for entry in leaf]
+                return type(leaf)(unflatten(list(map(cut, each)), how) for each, how in entries)
+            if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
+                return leaf
+            return alike.setdefault(id(leaf), leaf.detach().requires_grad_())
+
+        return self.with_leaves(list(map(cut, self.leaves)))
+
     def map_arguments(self, function: Callable[[Any], Any]) -> BoundCall:
         """The same call with `function` applied to its arguments and to their leaves."""
         return replace(

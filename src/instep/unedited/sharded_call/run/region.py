@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,10 +220,14 @@ def find_whole_leaves(roots: Iterable[Root]) -> list[Tensor]:
 
 
 def find_leaves(
-    outputs: Iterable[Any], start: int, inputs: Iterable[Any] = ()
+    outputs: Iterable[Any],
+    start: int,
+    inputs: Iterable[Any] = (),
+    ends_at: Callable[[Any], bool] = lambda _: False,
 ) -> list[Tensor] | None:
     """The tensors that these were computed from, without `inputs` and those of a sharded call;
-    None if something is among them that was computed before `start`."""
+    None if something is among them that was computed before `start`. What lies behind older nodes
+    that it `ends_at` is left out, too."""
     found: dict[int, Tensor] | None = {}
     ends = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
 
@@ -234,6 +238,8 @@ def find_leaves(
         if found is not None and hasattr(node, "variable"):
             found[id(node.variable)] = node.variable
         elif node._sequence_nr() < start:
+            if ends_at(node):
+                return ()
             found = None
         return () if found is None else next_nodes(node)
 
