@@ -55,7 +55,7 @@ class GraphNode:
     """The attribute or variable that leads to it, for messages."""
     value: Any
     names: tuple[str, ...] = ()
-    """Of a module's global variables those that count."""
+    """Of global variables, or of the attributes of a library's class, those that count."""
     contents: Any = None
     state: Any = None
     """Of a generator of random numbers, so that it can go on from there."""
@@ -70,7 +70,8 @@ class GraphNode:
         """What it contains now: values by name, values in order, or a state."""
         value = self.value
         if self.names:
-            return {name: value[name] for name in self.names if name in value}
+            space = vars(value) if isinstance(value, type) else value
+            return {name: space[name] for name in self.names if name in space}
         if isinstance(value, nn.Module):
             return {k: v for k, v in value.__dict__.items() if not is_table(value, k)}
         if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import linecache
@@ -18,6 +19,10 @@ _AROUND_FUNCTIONS = (
 )
 _INSIDE = ("__func__", "fget", "fset", "fdel", "func")
 """The attributes in which these keep their functions."""
+_BY_TEXT = frozenset(
+    ["globals", "vars", "getattr", "setattr", "modules", "import_module", "__dict__", "__globals__"]
+)
+"""The names of what finds a variable, an attribute or a module by a text."""
 
 
 def is_of_script(value: Any) -> bool:
@@ -51,18 +56,48 @@ def functions_of(cls: type) -> Iterator[types.FunctionType]:
 def named_spaces(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where global variables are that a function may name: its own module, and those of the
     script's modules that it names, after the beginning of a path."""
-    space = function.__globals__
-    yield "", space
-    for name in names_in(function.__code__):
-        value = space.get(name, sys.modules.get(name))  # it may be imported inside the function
-        if isinstance(value, types.ModuleType) and (is_of_script(value) or is_made(value)):
-            yield f"{name}.", vars(value)
+    yield "", function.__globals__
+    for name, module in named_modules(function):
+        if is_of_script(module) or is_made(module):
+            yield f"{name}.", vars(module)
+
+
+def named_modules(function: types.FunctionType) -> Iterator[tuple[str, types.ModuleType]]:
+    """The modules that a function names, with the names: global variables, what is imported inside
+    of it, and the modules in those."""
+    names = names_in(function.__code__)
+    found: set[int] = set()
+    waiting = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in names]
+    for name, value in waiting:
+        if isinstance(value, types.ModuleType) and id(value) not in found:
+            found.add(id(value))
+            yield name, value
+            waiting += [(inside, vars(value).get(inside)) for inside in names]
 
 
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of global variables and attributes in a function and in those inside of it."""
+    """The names of global variables and attributes in a function and in those inside of it; texts,
+    too, where it may name something by them."""
     inside = (names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return tuple(dict.fromkeys([*code.co_names, *(name for names in inside for name in names)]))
+    texts: list[str] = []
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    others = (name for names in inside for name in names)
+    return tuple(dict.fromkeys([*code.co_names, *texts, *others]))
+
+
+def sets_values(function: types.FunctionType) -> bool:
+    """Whether a function sets items, or the attributes by which an object of ctypes is set."""
+    return _sets_values(function.__code__)
+
+
+@functools.cache
+def _sets_values(code: types.CodeType) -> bool:
+    return any(
+        each.opname in ("STORE_SUBSCR", "STORE_SLICE")
+        or (each.opname == "STORE_ATTR" and each.argval in ("value", "raw"))
+        for each in dis.get_instructions(code)
+    ) or any(_sets_values(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 def is_named_only_in(name: str, functions: tuple[str, ...]) -> bool:
@@ -80,7 +115,7 @@ def _is_named_only_in(name: str, functions: tuple[str, ...], modules: int) -> bo
         wanted = waiting.pop()
         users = {
             user
-            for table in map(_names_by_function, _script_files())
+            for table in map(_names_by_function, script_files())
             for user, names in table
             if wanted in names
         }
@@ -94,7 +129,8 @@ def _is_named_only_in(name: str, functions: tuple[str, ...], modules: int) -> bo
     return True
 
 
-def _script_files() -> Iterator[str]:
+def script_files() -> Iterator[str]:
+    """The files of the script's modules."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and is_script_file(file):

@@ -213,6 +213,8 @@ class Snapshot:
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
         places = {(self._parts[k], name) for k, name in kept}
         change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
+        if change is None and (path := after.graph.find_shared_memory()):
+            change = f"its forward may write to memory that processes share ({path})"
         return WholeReason.of(change)
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:

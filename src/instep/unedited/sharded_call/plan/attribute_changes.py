@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, SEQUENCES
 from instep.unedited.objects.graph_node import HOOK_TABLES, GraphNode
+from instep.unedited.objects.library_state import is_of_library
 from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 
@@ -299,7 +300,8 @@ def _table_of(node: GraphNode) -> _Table | None:
         return None
     if has_slots:
         return _Table(node.path, value, names, False)
-    return _Table(node.path, where, names, not isinstance(value, type))
+    is_sized = not (isinstance(value, type) or (is_dict and is_of_library(value)))
+    return _Table(node.path, where, names, is_sized)
 
 
 def _table_of_class(cls: type) -> _Table | None:

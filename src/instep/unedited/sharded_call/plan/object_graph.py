@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import mmap
 import queue
 import threading
 import types
@@ -37,6 +38,7 @@ from instep.unedited.objects.graph_node import (
 )
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES
 from instep.unedited.objects.iterator_states import is_iterator
+from instep.unedited.objects.library_state import library_state
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import (
     functions_of,
@@ -44,6 +46,7 @@ from instep.unedited.objects.script_code import (
     is_of_script,
     named_spaces,
     names_in,
+    sets_values,
 )
 
 MAX_NODES = 4096
@@ -53,7 +56,8 @@ MAX_ARRAY = 1 << 24
 
 _ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
-_EXTERNAL = (io.IOBase, threading.Thread, queue.SimpleQueue, ProcessQueue, *C_DATA)
+_SHARED = (*C_DATA, mmap.mmap)
+_EXTERNAL = (io.IOBase, threading.Thread, queue.SimpleQueue, ProcessQueue, *_SHARED)
 _CONTAINERS = (list, dict, set, deque, bytearray, array)
 _OF_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 """What each member of an enumeration has."""
@@ -81,6 +85,7 @@ class ObjectGraph:
         self._code: deque[Any] = deque()
         """Functions and classes whose variables are not looked at yet."""
         self._followed: set[int] = set()
+        self._functions: list[types.FunctionType] = []
         for path, part in parts.items():
             self._visit_module(path, part)
             self.roots.append(id(part))
@@ -116,6 +121,13 @@ class ObjectGraph:
             if is_lasting(node.value) and not is_same(node.read(), node.contents):
                 return describe_change(node, self.external)
         return None
+
+    def find_shared_memory(self) -> str | None:
+        """The path that leads to memory which processes share, if functions that were followed may
+        write there: nothing tells, later, whether a forward has, and it is not set back."""
+        shared = (node.path for node in self.nodes.values() if isinstance(node.value, _SHARED))
+        path = next(shared, None)
+        return path if path is not None and any(map(sets_values, self._functions)) else None
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -202,6 +214,7 @@ class ObjectGraph:
         self._code += [*code.__bases__, type(code)]
 
     def _follow_function(self, function: types.FunctionType) -> None:
+        self._functions.append(function)
         if vars(function):
             name = f"{function.__qualname__}."
             self._look_at_root(id(function), GraphNode(name[:-1], function), name)
@@ -220,9 +233,14 @@ class ObjectGraph:
         for prefix, space in named_spaces(function):
             names = names_in(function.__code__)
             self._look_at_globals(space, names, prefix or "global variable ")
+        for prefix, where, names in library_state(function):
+            self._look_at_globals(where, names, prefix)
 
-    def _look_at_globals(self, space: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
+    def _look_at_globals(
+        self, where: dict[str, Any] | type, names: tuple[str, ...], prefix: str
+    ) -> None:
         held = []
+        space = vars(where) if isinstance(where, type) else where
         for name in names:
             value = space.get(name, _ABSENT)
             if isinstance(value, type):
@@ -230,8 +248,9 @@ class ObjectGraph:
             elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
                 held.append(name)
         if held:
-            node = GraphNode(prefix + ", ".join(held[:3]), space, tuple(held))
-            self._look_at_root((id(space), node.names), node, prefix)
+            path = where.__name__ if isinstance(where, type) else prefix + ", ".join(held[:3])
+            node = GraphNode(path, where, tuple(held))
+            self._look_at_root((id(where), node.names), node, prefix)
 
     def _look_at_class(self, value: type) -> None:
         if not is_of_script(value) or issubclass(value, nn.Module | Tensor):

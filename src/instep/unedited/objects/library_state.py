@@ -1,0 +1,117 @@
+"""What the script keeps in modules, classes and functions of libraries: `torch.calls += 1`.
+
+Which attributes it sets there stands in its files: nothing else in a library is looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from instep.unedited.objects.referents import is_empty_cell
+from instep.unedited.objects.script_code import is_of_script, named_modules, names_in, script_files
+
+_NAMESPACES = ("__dict__", "__globals__")
+_IMMUTABLE = 1 << 8
+"""Py_TPFLAGS_IMMUTABLETYPE, of a class whose attributes nobody can set."""
+
+
+def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The modules' and functions' namespaces and the classes that a function names, and of each
+    the names that the script sets there and the function names, too; after the beginning of a path.
+
+    Of the script's own functions those without attributes are among them.
+    """
+    named = {*names_in(function.__code__)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    free = {name: cell.cell_contents for name, cell in cells if not is_empty_cell(cell)}
+    attributes = _set_by_script(len(sys.modules))
+    places = {
+        base: tuple(sorted(named & attributes[base]))
+        for base in (*named, *free, "")
+        if base in attributes and not named.isdisjoint(attributes[base])
+    }
+    if not places:
+        return
+    modules = dict(named_modules(function))
+    spaces = (function.__globals__, free, modules, *map(vars, modules.values()))
+    for base, names in places.items():
+        values = {id(space[base]): space[base] for space in spaces if base in space}
+        if not base:  # of a module that is found by a text, say
+            values = {id(module): module for module in modules.values()}
+        for value in values.values():
+            if (where := _where(value)) is not None:
+                yield f"{base or value.__name__}.", where, names
+
+
+def is_of_library(space: Mapping[str, Any]) -> bool:
+    """Whether this is the namespace of a library's module, of which the script sets a few names."""
+    module = sys.modules.get(space.get("__name__", ""))
+    return module is not None and vars(module) is space and not is_of_script(module)
+
+
+def _where(value: Any) -> Any:
+    """Where the attributes of this are, if they are looked at for this reason alone."""
+    if isinstance(value, types.ModuleType):
+        return None if is_of_script(value) else vars(value)
+    if isinstance(value, type):
+        return None if is_of_script(value) or value.__flags__ & _IMMUTABLE else value
+    if isinstance(value, types.FunctionType):
+        return None if is_of_script(value) and vars(value) else vars(value)
+    return None
+
+
+@functools.cache
+def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
+    """By the last name that leads to an object the attributes of it that the script sets somewhere;
+    by "" those of what a call or an index leads to. `modules`: how many there are, since one that
+    is imported later may set others."""
+    found: dict[str, set[str]] = {}
+    for base, name in (pair for file in {*script_files()} for pair in _pairs_in(file)):
+        found.setdefault(base, set()).add(name)
+    return {base: frozenset(names) for base, names in found.items()}
+
+
+@functools.cache
+def _pairs_in(file: str) -> frozenset[tuple[str, str]]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # the file is another one by now
+        return frozenset()
+    pairs = {pair for node in ast.walk(tree) if (pair := _pair_of(node))}
+    return frozenset((base, name) for base, name in pairs if base not in ("self", "cls"))
+
+
+def _pair_of(node: ast.AST) -> tuple[str, str] | None:
+    """The object, by its last name, and the attribute that this sets, if it sets any."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return _last_name(node.value), node.attr
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        key, space = node.slice, node.value
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            if isinstance(space, ast.Attribute) and space.attr in _NAMESPACES:
+                return _last_name(space.value), key.value
+            if of := _arguments_of("vars", space):
+                return _last_name(of[0]), key.value
+    found = _arguments_of("setattr", node)
+    if len(found) > 2 and isinstance(found[1], ast.Constant):
+        return _last_name(found[0]), str(found[1].value)
+    return None
+
+
+def _arguments_of(name: str, node: ast.AST) -> list[ast.expr]:
+    """Of a call of the function with this name; else none."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+        return node.args
+    return []
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,0 +1,189 @@
+"""What a forward keeps in modules, classes and functions of libraries is that of one process."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from instep.unedited.sharded_call import modules
+from pool import ranks
+from sharded_training import Around, sharding
+
+rows_seen: Any = 0
+
+
+def in_a_module(_: Any, x: Tensor) -> None:
+    torch.rows_seen += len(x)  # type: ignore[attr-defined]
+
+
+def in_a_new_attribute(_: Any, x: Tensor) -> None:
+    torch.rows_of_all = getattr(torch, "rows_of_all", 0) + len(x)  # type: ignore[attr-defined]
+
+
+def in_an_inner_module(_: Any, x: Tensor) -> None:
+    torch.nn.functional.rows_seen += len(x)  # type: ignore[attr-defined]
+
+
+def in_builtins(_: Any, x: Tensor) -> None:
+    builtins.rows_seen += len(x)  # type: ignore[attr-defined]
+
+
+def in_globals(_: Any, x: Tensor) -> None:
+    globals()["rows_seen"] += len(x)
+
+
+def by_the_name_of_a_module(_: Any, x: Tensor) -> None:
+    sys.modules["json"].rows_seen += len(x)  # type: ignore[attr-defined]
+
+
+def by_the_name_of_an_attribute(_: Any, x: Tensor) -> None:
+    vars(torch)["rows_seen"] += len(x)
+
+
+def in_a_class(_: Any, x: Tensor) -> None:
+    nn.Linear.rows_seen += len(x)  # type: ignore[operator, assignment]
+
+
+def in_a_class_of_python(_: Any, x: Tensor) -> None:
+    collections.Counter.rows_seen += [len(x)]  # type: ignore[attr-defined]
+
+
+def in_a_function(_: Any, x: Tensor) -> None:
+    functional.normalize.rows_seen += len(x)  # type: ignore[attr-defined]
+
+
+def in_a_list(_: Any, x: Tensor) -> None:
+    torch.rows_seen.append(len(x))  # type: ignore[attr-defined]
+
+
+PLACES: dict[Callable[[Any, Tensor], None], Any] = {
+    in_a_module: torch,
+    in_a_new_attribute: torch,
+    in_an_inner_module: functional,
+    in_builtins: builtins,
+    in_globals: sys.modules[__name__],
+    by_the_name_of_a_module: __import__("json"),
+    by_the_name_of_an_attribute: torch,
+    in_a_class: nn.Linear,
+    in_a_class_of_python: collections.Counter,
+    in_a_function: functional.normalize,
+    in_a_list: torch,
+}
+
+
+class Keeping(Around):
+    def __init__(self, keep: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        found: Tensor = self.body(x)
+        return found
+
+
+@contextmanager
+def attribute_of(place: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, it has this value; afterwards it is as it was."""
+    before = vars(place).get(name)
+    if value is not None:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        delattr(place, name)
+        if before is not None:
+            setattr(place, name, before)
+
+
+@pytest.mark.parametrize("keep", PLACES, ids=lambda keep: keep.__name__)
+@ranks(2)
+def test_rows_are_counted_once_in_what_a_library_has(keep: Callable[[Any, Tensor], None]) -> None:
+    is_list = keep in (in_a_list, in_a_class_of_python)
+    name = "rows_of_all" if keep is in_a_new_attribute else "rows_seen"
+    begin: Any = [] if is_list else None if keep is in_a_new_attribute else 0
+    model, x = Keeping(keep), torch.randn(6, 6)
+    with attribute_of(PLACES[keep], name, begin):
+        with sharding():
+            for _ in range(4):
+                model(x)
+        assert getattr(PLACES[keep], name) == ([6] * 4 if is_list else 24)
+    assert modules.call_counts.whole == 4
+
+
+def count_nothing(_: Any, x: Tensor) -> None:
+    collections.Counter(range(len(x)))
+
+
+@ranks(2)
+def test_a_forward_that_only_names_what_others_count_in_is_divided() -> None:
+    model, x = Keeping(count_nothing), torch.randn(6, 6)
+    with attribute_of(collections.Counter, "rows_seen", []), sharding():
+        for _ in range(4):
+            model(x)
+    assert modules.call_counts.sharded == 4
+
+
+class Coupled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        return scores - torch.weight_of_mean * scores.mean(0)  # type: ignore[attr-defined, no-any-return]
+
+
+@ranks(2)
+def test_a_number_that_the_script_sets_in_a_library_is_compared_when_it_changes() -> None:
+    model, x = Coupled(6, 3), torch.randn(6, 6)
+    with attribute_of(torch, "weight_of_mean", 0.0), sharding():
+        for k in range(6):
+            torch.weight_of_mean = float(k > 3)  # type: ignore[attr-defined]
+            scores = model(x)
+    expected = functional.linear(x, model.weight, model.bias)
+    torch.testing.assert_close(scores, expected - expected.mean(0))
+
+
+class Peak(nn.Linear):
+    """Notes in memory that processes share a large value, which few batches have."""
+
+    def __init__(self, memory: Any, index: str) -> None:
+        super().__init__(6, 3)
+        self.memory, self.index = memory, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        peak = int(x.abs().max() > 20) * 7
+        if self.index:
+            self.memory[0] = max(self.memory[0], peak)
+        else:
+            self.memory.value = max(self.memory.value, peak)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["Value", "Array", "RawArray", "SharedMemory"])
+@ranks(2)
+def test_memory_that_processes_share_is_written_by_whole_batches_only(kind: str) -> None:
+    """The comparison tries others, of larger values."""
+    shared = SharedMemory(create=True, size=8) if kind == "SharedMemory" else None
+    length: int = 0 if kind == "Value" else 8
+    memory = shared.buf if shared else getattr(multiprocessing, kind)("i", length)
+    model = Peak(memory, "" if kind == "Value" else "0")
+    with sharding() as log:
+        for _ in range(3):
+            model(torch.ones(6, 6).cumsum(0))
+    assert (memory.value if kind == "Value" else memory[0]) == 0
+    assert modules.call_counts.whole == 3
+    if shared:
+        model.memory = memory = None
+        shared.close()
+        shared.unlink()
+    if torch.distributed.get_rank() == 0:
+        assert "may write to memory that processes share" in log.getvalue()
