@@ -878,6 +878,27 @@ def test_a_forward_prints_once_and_the_whole_batchs_shapes(times: float, whole: 
         assert ("whole: its forward prints." in log.getvalue()) == (whole == 5)
 
 
+class TellingOfFewRows(Around):
+    """Prints, in each call, where its batch is small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 6:
+            print("few rows")
+        return self.body(x)
+
+
+@ranks(2)
+def test_a_forward_that_would_print_for_a_part_of_the_batch_alone_is_whole() -> None:
+    model, x, printed = TellingOfFewRows(), torch.randn(6, 6), io.StringIO()
+    with sharding() as log, contextlib.redirect_stdout(printed):
+        for _ in range(5):
+            model(x)
+    assert printed.getvalue() == ""
+    assert modules.call_counts.whole == 5
+    if instep.rank == 0:
+        assert "whole: its forward prints for a part of the batch." in log.getvalue()
+
+
 @ranks(2)
 def test_a_forward_that_appends_to_a_file_runs_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
