@@ -22,6 +22,7 @@ from instep.errors import (
     WrongDeviceError,
 )
 from instep.training import replicas
+from instep.training.normalization import batch_statistics
 from oracle import compare, same_as_one_process
 from pool import RankError, device, ranks, run
 
@@ -456,6 +457,23 @@ def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
     rows = DataLoader(TensorDataset(torch.randn(6, 3)), 6)
     with pytest.warns(InstepWarning, match=r"its batch statistics stay this rank's .* \[INS708\]"):
         torch.optim.swa_utils.update_bn(instep.shard(rows), averaged)
+
+
+@ranks(2)
+def test_one_that_was_copied_before_is_named_by_its_statistics(monkeypatch):
+    monkeypatch.setattr(batch_statistics, "_has_warned", False)
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    averaged, replica = copy.deepcopy(model), instep.replicate(model)
+    rows = instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (x,) in rows:
+            replica(x)
+            averaged(x)
+        torch.optim.swa_utils.update_bn(rows, replica)
+        averaged.train()(torch.randn(6, 3))
+    with pytest.warns(InstepWarning, match=r"a model that is no replica is called .* \[INS708\]"):
+        torch.optim.swa_utils.update_bn(rows, averaged)
 
 
 @ranks(2)

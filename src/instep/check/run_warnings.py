@@ -138,7 +138,8 @@ gradients and, in training mode, its batch statistics and dropout masks are thos
 rows, and the copies of the ranks become different. A copy in evaluation mode (a moving average, a
 teacher) is no cause for the warning, unless it has batch normalisation without running statistics
 (`track_running_stats=False`), which takes those of the batch then, too. A teacher in training mode
-is a cause, also under `torch.no_grad()`.
+is a cause, also under `torch.no_grad()`; so is a model that was made before `instep.replicate` was
+called, such as an `AveragedModel` for which `update_bn` is called.
 
 To train such a copy, to call it, or to call `update_bn` for it, replicate it, too:
 

@@ -14,15 +14,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed import numbers
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, InstanceNorm, disable_compile
 from instep.training import forward_calls
-from instep.training.batches.registry import note_collective
+from instep.training.batches.registry import may_be_share, note_collective
 from instep.training.forward_calls import Scope, replica_of_part
 from instep.training.normalization import batchnorm
 
 statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of which rows a normalising layer takes the statistics, by its parameters and buffers."""
+_has_warned = False
 
 
 def _batch_norm(
@@ -37,10 +39,27 @@ def _batch_norm(
     **kwargs: Any,
 ) -> Tensor:
     rest = (input, running_mean, running_var, weight, bias, training, *args)
-    if training and _scope(running_mean, weight) == "global":
+    scope = _scope(running_mean, weight) if training else None
+    if scope == "global":
         return batchnorm.batch_norm(*rest, **kwargs)
+    if training and scope is None and running_mean is not None and not torch.is_grad_enabled():
+        _look_at_other(input)
     output: Tensor = original(*rest, **kwargs)
     return output
+
+
+@disable_compile
+def _look_at_other(x: Tensor) -> None:
+    """Warn once if this rank's share of a batch is in the statistics of a model in no replica."""
+    global _has_warned
+    if _has_warned or get_transport().size == 1 or not may_be_share(x):
+        return
+    _has_warned = True
+    warn_at_script_line(
+        "a model that is no replica is called in training mode with this rank's share of a batch: "
+        "its batch statistics stay this rank's own. Call instep.replicate(model) before, as for "
+        "torch.optim.swa_utils.update_bn(loader, model). [INS708]"
+    )
 
 
 def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
