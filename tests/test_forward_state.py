@@ -1,5 +1,6 @@
 """What a forward changes beside its outputs is as in one process, however it changes it."""
 
+import copy
 import itertools
 import os
 import warnings
@@ -560,3 +561,81 @@ def test_that_a_forward_sets_requires_grad_is_the_reason_that_is_given():
             "instep: every rank computes Unfrozen whole: its forward freezes or unfreezes "
             "parameters. [INS711]\n"
         )
+
+
+class Codes(nn.Linear):
+    """Takes its first batch's rows for its codes."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("codes", torch.zeros(3, 4))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x):
+        z = super().forward(x)
+        if not self.is_ready:
+            self.codes.copy_(z[:3].detach())
+            self.is_ready.fill_(True)
+        return z - self.codes[torch.cdist(z, self.codes).argmin(1)]
+
+
+class Observing(nn.Linear):
+    """Takes the largest element of its first two batches for its scale."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = 0
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        if self.seen < 2:
+            self.seen += 1
+            self.largest.fill_(max(self.largest.item(), x.abs().max().item()))
+        return super().forward(x / self.largest)
+
+
+class Normed(nn.Linear):
+    """Makes a parameter from the outputs of its first batch."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.gain, self.is_ready = nn.Parameter(torch.ones(4)), False
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not self.is_ready:
+            self.gain, self.is_ready = nn.Parameter(1 / out.detach().std(0)), True
+        return out * self.gain
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "whole"), [(Codes, 1), (Observing, 2), (Normed, 1)])
+def test_a_module_that_its_first_batches_set_up_is_divided_after_them(kind, whole):
+    torch.manual_seed(0)
+    plain = kind()
+    model, batches = copy.deepcopy(plain), torch.randn(5, 6, 4)
+    expected = [plain(x) for x in batches]
+    with sharding() as log:
+        found = [model(x).detach() for x in batches]
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right.detach())
+    assert (modules.call_counts.whole, modules.call_counts.sharded) == (whole, 5 - whole)
+    assert "whole" not in log.getvalue()
+
+
+@ranks(2)
+def test_an_iterator_of_which_some_rows_alone_take_values_goes_on_as_in_one_process():
+    numbers = itertools.count()
+
+    class Numbered(nn.Linear):
+        def forward(self, x):
+            self.last = list(itertools.islice(numbers, int((x[:, 0] > 1).sum())))[-1:]
+            return super().forward(x)
+
+    model, x = Numbered(4, 2), torch.zeros(6, 4)
+    with sharding():
+        model(x + torch.tensor([0.5, 0, 0, 0]))
+        x[5, 0] = 2
+        for _ in range(3):
+            model(x)
+    assert next(numbers) == 3

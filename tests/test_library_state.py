@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -150,6 +151,113 @@ def test_a_number_that_the_script_sets_in_a_library_is_compared_when_it_changes(
             scores = model(x)
     expected = functional.linear(x, model.weight, model.bias)
     torch.testing.assert_close(scores, expected - expected.mean(0))
+
+
+def leave(scores: Tensor) -> Tensor:
+    return scores
+
+
+def couple(scores: Tensor) -> Tensor:
+    return scores - scores.mean(0)
+
+
+class Leaving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Coupling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+shape = leave
+
+
+class Shaping(nn.Module):
+    """Of functions and of a part's class: no branch shows that they are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(6, 3), Leaving()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return shape(functional.mish(self.part(self.layer(x))))
+
+
+def replace_a_variable(_: Shaping) -> None:
+    global shape
+    shape = couple
+
+
+def replace_a_function_of_a_library(_: Shaping) -> None:
+    functional.mish = couple  # type: ignore[assignment]
+
+
+def replace_a_class(model: Shaping) -> None:
+    model.part.__class__ = Coupling
+
+
+REPLACED = [replace_a_variable, replace_a_function_of_a_library, replace_a_class]
+
+
+@pytest.mark.parametrize("replace", REPLACED, ids=lambda replace: replace.__name__)
+@ranks(2)
+def test_a_function_or_class_that_the_script_replaces_is_seen_at_the_next_call(
+    replace: Callable[[Shaping], None],
+) -> None:
+    global shape
+    torch.manual_seed(0)
+    model, x, mish = Shaping(), torch.randn(6, 6), functional.mish
+    try:
+        with sharding():
+            for _ in range(5):
+                model(x)
+            assert modules.call_counts.sharded == 5
+            replace(model)
+            found = model(x)
+        torch.testing.assert_close(found, model(x))
+    finally:
+        shape, functional.mish = leave, mish
+
+
+@ranks(2)
+def test_rows_are_counted_once_by_a_forward_that_an_instance_was_given() -> None:
+    model, x, seen = nn.Linear(6, 3), torch.randn(6, 6), {"rows": 0}
+    forward = model.forward
+
+    def counting(x: Tensor) -> Tensor:
+        seen["rows"] += len(x)
+        return forward(x)
+
+    model.forward = counting  # type: ignore[method-assign]
+    with sharding():
+        for _ in range(4):
+            model(x)
+    assert seen == {"rows": 24}
+
+
+SEEN: ContextVar[int] = ContextVar("SEEN", default=0)
+
+
+class CountingInContext(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.set(SEEN.get() + len(x))
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_context_variable_without_a_value_has_its_default_while_calls_are_compared() -> None:
+    def run() -> None:
+        model, x = CountingInContext(6, 3), torch.randn(6, 6)
+        with sharding() as log:
+            for _ in range(4):
+                model(x)
+        assert SEEN.get() == 24
+        if torch.distributed.get_rank() == 0:
+            assert "whole: the global variable SEEN depends on the rows" in log.getvalue()
+
+    copy_context().run(run)
 
 
 class Peak(nn.Linear):

@@ -87,7 +87,7 @@ class GraphNode:
         if isinstance(value, types.CellType):
             return [] if is_empty_cell(value) else [value.cell_contents]
         if isinstance(value, ContextVar):
-            return [value.get(None)]
+            return [_value_of(value)]
         if isinstance(value, partial):
             return [value.func, value.args, value.keywords]
         if isinstance(value, type):
@@ -148,6 +148,14 @@ class GraphNode:
                 table[name] = each
             elif now[name] is not each:
                 object.__setattr__(self.value, name, each)
+
+
+def _value_of(variable: ContextVar[Any]) -> Any:
+    """Its value here, or its default; None if it has neither."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
 
 
 def _base_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:

@@ -49,6 +49,13 @@ def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tupl
                 yield f"{base or value.__name__}.", where, names
 
 
+def is_replaced(name: str, space: Mapping[str, Any]) -> bool:
+    """Whether the script may assign a global variable of its own another time: in a function, in a
+    loop, or in several places."""
+    file = space.get("__file__")
+    return isinstance(file, str) and name in _replaced_in(file)
+
+
 def is_of_library(space: Mapping[str, Any]) -> bool:
     """Whether this is the namespace of a library's module, of which the script sets a few names."""
     module = sys.modules.get(space.get("__name__", ""))
@@ -79,12 +86,30 @@ def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _pairs_in(file: str) -> frozenset[tuple[str, str]]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # the file is another one by now
-        return frozenset()
-    pairs = {pair for node in ast.walk(tree) if (pair := _pair_of(node))}
+    pairs = {pair for node in ast.walk(_tree_of(file)) if (pair := _pair_of(node))}
     return frozenset((base, name) for base, name in pairs if base not in ("self", "cls"))
+
+
+@functools.cache
+def _replaced_in(file: str) -> frozenset[str]:
+    tree = _tree_of(file)
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    once: set[str] = set()
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    for node, is_repeated in waiting:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            (found if is_repeated or node.id in once else once).add(node.id)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            in_loop = is_repeated or isinstance(node, ast.For | ast.While)
+            waiting += [(child, in_loop) for child in ast.iter_child_nodes(node)]
+    return frozenset(found)
+
+
+def _tree_of(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # the file is another one by now
+        return ast.Module([], [])
 
 
 def _pair_of(node: ast.AST) -> tuple[str, str] | None:

@@ -52,6 +52,7 @@ _IN_FIRST_CALL = (
     ReasonKind.SIDE_EFFECT,
     ReasonKind.FREEZES,
     ReasonKind.UNLIKE_BUFFERS,
+    ReasonKind.SETS_UP,
     ReasonKind.KEEPS_TENSORS,
 )
 """What many do in their first call only."""

@@ -132,7 +132,9 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
     counts = comparison.call.list_lengths() if group.is_virtual else []
     if furthest == NOTHING_RIGHT and any(count >= group.size for count in counts):
         text = "lists that have an entry for each sample are not divided with --bitwise"
-    why = FEW_ROWS if has_few else WholeReason(text)
+    sets_up = on_any_rank(reference.changes_state, group.transport)
+    kind = ReasonKind.SETS_UP if sets_up else ReasonKind.LASTING
+    why = FEW_ROWS if has_few else WholeReason(text, kind)
     return CallResult(reference.value(), None, why, is_sharded=False)
 
 

@@ -144,6 +144,9 @@ class Reference:
         self._effect = forward.find_keeping_hook() or forward.effect
         self._other_change = forward.outside_change or forward.find_changed_arguments()
         self.changes_attributes = self.before.has_other_values(self.after)
+        self.changes_state = self.changes_attributes or self.before.has_other_buffers(self.after)
+        """Whether it changed plain values that it keeps, or buffers that are no running
+        statistics."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.draws_outside_torch = self.before.draws_outside_torch(self.after)

@@ -8,7 +8,12 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from instep.process.torch_private import COMPILER_NOTES, set_version_counter
+from instep.process.torch_private import (
+    COMPILER_NOTES,
+    BatchNorm,
+    InstanceNorm,
+    set_version_counter,
+)
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.pytree import versions
 from instep.training.random_streams import RNGStates
@@ -172,6 +177,16 @@ class Snapshot:
         """Whether a forward in between changed a plain value that it keeps."""
         return graph_difference.has_other_values(self.graph, after.graph)
 
+    def has_other_buffers(self, after: Snapshot) -> bool:
+        """Whether a forward in between changed a buffer that is no running statistic of a layer of
+        torch's."""
+        return any(
+            not isinstance(self._parts[k], BatchNorm | InstanceNorm)
+            and (k, name) in after.buffers
+            and not state.value.equal(after.buffers[k, name].value)
+            for (k, name), state in self.buffers.items()
+        )
+
     def has_changed(self, after: Snapshot) -> bool:
         """Whether anything has changed in between, what `note_changes` has noted included."""
         return (
@@ -192,7 +207,8 @@ class Snapshot:
             return WholeReason(f"its forward makes the {what} {made}", ReasonKind.MAKES_PART)
         for name, parameter in after._parameters.items():
             if parameter is not self._parameters[name]:
-                return WholeReason(f"its forward makes the parameter {name} anew")
+                text = f"its forward makes the parameter {name} anew"
+                return WholeReason(text, ReasonKind.SETS_UP)
         for name, attributes in after._attributes.items():
             if not is_same(attributes, self._attributes.get(name, {})):
                 what = "parameter" if name in self._parameters else "buffer"
@@ -213,6 +229,8 @@ class Snapshot:
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
         places = {(self._parts[k], name) for k, name in kept}
         change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
+        if change is None and (taken := after.graph.find_taken_iterator()):
+            change = f"its forward may take the next value of a {taken} for a part of the batch"
         if change is None and (path := after.graph.find_shared_memory()):
             change = f"its forward may write to memory that processes share ({path})"
         return WholeReason.of(change)

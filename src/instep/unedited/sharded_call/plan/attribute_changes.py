@@ -135,6 +135,7 @@ class AttributeChanges:
         self._counters = _Counters(())
         self._part_tables: list[Iterable[nn.Module | None]] = []
         self._parts: tuple[nn.Module | None, ...] = ()
+        self._classes: tuple[type, ...] = ()
         self._known: dict[Key, Any] = {}
         self._changed: dict[Key, Any] = {}
         """The flags that are not as they were at first, and their values."""
@@ -187,7 +188,8 @@ class AttributeChanges:
 
     def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
         found = self._counters.find_changes()
-        if self._parts != tuple(chain.from_iterable(self._part_tables)):
+        parts = tuple(chain.from_iterable(self._part_tables))
+        if self._parts != parts or self._classes != tuple(map(type, parts)):
             found[_PARTS] = _OTHER_OBJECT
         for items in self._items:
             if items.has_changed():
@@ -240,6 +242,7 @@ class AttributeChanges:
         self._counters = _Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
         self._part_tables = [module._modules.values() for module in modules.values()]
         self._parts = tuple(chain.from_iterable(self._part_tables))
+        self._classes = tuple(map(type, self._parts))
         count: Counter[str] = Counter()
         for table in self._tables:
             path = table.key[0]

@@ -38,7 +38,7 @@ from instep.unedited.objects.graph_node import (
 )
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES
 from instep.unedited.objects.iterator_states import is_iterator
-from instep.unedited.objects.library_state import library_state
+from instep.unedited.objects.library_state import is_replaced, library_state
 from instep.unedited.objects.referents import default_arguments, is_empty_cell
 from instep.unedited.objects.script_code import (
     functions_of,
@@ -58,6 +58,8 @@ _ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType)
 _SHARED = (*C_DATA, mmap.mmap)
 _EXTERNAL = (io.IOBase, threading.Thread, queue.SimpleQueue, ProcessQueue, *_SHARED)
+_TAKING = frozenset({"islice", "zip", "map"})
+"""Functions that take values of an iterator for as long as others last."""
 _CONTAINERS = (list, dict, set, deque, bytearray, array)
 _OF_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 """What each member of an enumeration has."""
@@ -129,6 +131,14 @@ class ObjectGraph:
         path = next(shared, None)
         return path if path is not None and any(map(sets_values, self._functions)) else None
 
+    def find_taken_iterator(self) -> str | None:
+        """An iterator that functions which were followed may hand to one that takes values of it
+        without a branch of theirs, so that nothing stops a part of the batch before it does."""
+        found = (node for node in self.nodes.values() if is_iterator(node.value))
+        node = next(found, None)
+        takes = any(not _TAKING.isdisjoint(names_in(each.__code__)) for each in self._functions)
+        return f"{type(node.value).__name__} ({node.path})" if node is not None and takes else None
+
     @property
     def generators(self) -> list[torch.Generator]:
         """Those of torch among it."""
@@ -145,7 +155,9 @@ class ObjectGraph:
             return
         for key, value in self._add(id(part), GraphNode(path, part)).contents.items():
             if key not in HOOK_TABLES:
-                self._look(join(path, key), value, follow=key != "forward")
+                function = getattr(value, "__func__", value)
+                is_own = isinstance(function, types.FunctionType) and is_of_script(function)
+                self._look(join(path, key), value, follow=key != "forward" or is_own)
             elif isinstance(value, dict | set):
                 self._add(id(value), GraphNode(join(path, key), value))
 
@@ -234,18 +246,28 @@ class ObjectGraph:
             names = names_in(function.__code__)
             self._look_at_globals(space, names, prefix or "global variable ")
         for prefix, where, names in library_state(function):
-            self._look_at_globals(where, names, prefix)
+            self._look_at_globals(where, names, prefix, is_set=True)
 
     def _look_at_globals(
-        self, where: dict[str, Any] | type, names: tuple[str, ...], prefix: str
+        self,
+        where: dict[str, Any] | type,
+        names: tuple[str, ...],
+        prefix: str,
+        *,
+        is_set: bool = False,
     ) -> None:
+        """Look at these names; `is_set`: at functions, too, which the script sets there."""
         held = []
         space = vars(where) if isinstance(where, type) else where
         for name in names:
             value = space.get(name, _ABSENT)
             if isinstance(value, type):
                 self._look_at_class(value)
-            elif value is _ABSENT or not self._look_beyond(f"{prefix}{name}", value):
+            elif (
+                value is _ABSENT
+                or not self._look_beyond(f"{prefix}{name}", value)
+                or (isinstance(value, FUNCTIONS) and (is_set or is_replaced(name, space)))
+            ):
                 held.append(name)
         if held:
             path = where.__name__ if isinstance(where, type) else prefix + ", ".join(held[:3])

@@ -25,6 +25,9 @@ class ReasonKind(Enum):
     """A forward has made a part of its module, which the next call finds."""
     UNLIKE_BUFFERS = auto()
     """The ranks' buffers differ, which a first forward may fill."""
+    SETS_UP = auto()
+    """A forward that is not the same for a part of the batch has changed what it keeps: it may have
+    set itself up by its first batch."""
     KEEPS_TENSORS = auto()
     """A forward has set attributes to tensors, which it may do once, or read in its next call."""
 
