@@ -758,6 +758,85 @@ def test_what_the_rows_of_one_rank_have_taken_from_an_iterator_is_an_error() -> 
         model(large)
 
 
+class LateByAttribute(nn.Linear):
+    """Couples its rows from one of its calls on."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.calls, self.start = 0, 80
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores = super().forward(x)
+        if self.calls > self.start:
+            scores = scores - scores.mean(0)
+        return scores
+
+
+class LateByBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def is_late(self) -> bool:
+        return bool(self.calls % 81 == 80)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        if self.is_late():
+            scores = scores - scores.mean(0)
+        self.calls += 1
+        return scores
+
+
+calls_of_all = 0
+
+
+class LateByVariable(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        global calls_of_all
+        calls_of_all += 1
+        scores = super().forward(x)
+        return scores - scores.mean(0) if calls_of_all > 80 else scores
+
+
+@pytest.mark.parametrize("kind", [LateByAttribute, LateByBuffer, LateByVariable])
+@ranks(2)
+def test_a_branch_by_a_number_is_seen_when_it_is_taken(kind: Callable[..., nn.Linear]) -> None:
+    global calls_of_all
+    calls_of_all = 0
+    model = kind(6, 3) if kind is LateByVariable else kind()
+    x = torch.randn(6, 6)
+    with sharding():
+        for _ in range(80):
+            model(x)
+        assert modules.call_counts.sharded == 80
+        scores = model(x)
+    expected = torch.nn.functional.linear(x, model.weight, model.bias)
+    torch.testing.assert_close(scores, expected - expected.mean(0))
+
+
+class LateByClock(nn.Linear):
+    """Of which each rank has another number."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.seconds = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x) if self.seconds > 80 else super().forward(x)
+
+
+@ranks(2)
+def test_a_branch_by_the_clock_is_taken_by_each_rank_for_itself() -> None:
+    model, x = LateByClock(), torch.randn(6, 6)
+    with sharding():
+        for k in range(90):
+            model.seconds = 0.25 + k + 3 * torch.distributed.get_rank()
+            model(x)
+    assert modules.call_counts.sharded + modules.call_counts.whole == 90
+
+
 class Finalized:
     def __init__(self, done: list[str]) -> None:
         self.done = done

@@ -86,13 +86,13 @@ def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _pairs_in(file: str) -> frozenset[tuple[str, str]]:
-    pairs = {pair for node in ast.walk(_tree_of(file)) if (pair := _pair_of(node))}
+    pairs = {pair for node in ast.walk(tree_of(file)) if (pair := _pair_of(node))}
     return frozenset((base, name) for base, name in pairs if base not in ("self", "cls"))
 
 
 @functools.cache
 def _replaced_in(file: str) -> frozenset[str]:
-    tree = _tree_of(file)
+    tree = tree_of(file)
     found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     once: set[str] = set()
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
@@ -105,7 +105,9 @@ def _replaced_in(file: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _tree_of(file: str) -> ast.Module:
+@functools.cache
+def tree_of(file: str) -> ast.Module:
+    """What is in a file of the script's; nothing if it cannot be read any more."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # the file is another one by now

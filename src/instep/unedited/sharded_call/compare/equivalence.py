@@ -78,11 +78,11 @@ def _apart_from_script(
     there, and its autograd functions, would be called once too often, and what it retains of
     gradients there would have those of the comparison. Collective."""
     reference, transport = comparison.reference, group.transport
-    if why is not None or not on_any_rank(reference.leads_to_itself(), transport):
+    if why is not None or not on_any_rank(reference.uses_itself(), transport):
         return search(comparison, why, group)
     reference.before.restore()
     with observed(is_silent=True):
-        apart = CallComparison(comparison.call.cut_off(), group)
+        apart = CallComparison(comparison.call.without_graph(), group)
     result = search(apart, None, group)
     if result.plan is None:
         reference.after.restore()

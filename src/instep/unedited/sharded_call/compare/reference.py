@@ -220,7 +220,7 @@ class Reference:
         own = (*self.call.tensors, *nn.Module.parameters(self.call.module), *self._plain_parameters)
         return find_leaves(self.outputs, self._start, own, ends_at=_is_cast) is None
 
-    def leads_to_itself(self) -> bool:
+    def uses_itself(self) -> bool:
         """Whether a backward of it would go on from an argument, through the script's own graph, to
         a parameter or another argument, of which the gradients are compared."""
         computed = [x for x in self.call.tensors if x.grad_fn is not None]

@@ -229,7 +229,7 @@ class Snapshot:
             return WholeReason(f"its forward changes {changed[0]} in place", kind)
         places = {(self._parts[k], name) for k, name in kept}
         change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
-        if change is None and (taken := after.graph.find_taken_iterator()):
+        if change is None and (taken := after.graph.find_iterator()):
             change = f"its forward may take the next value of a {taken} for a part of the batch"
         if change is None and (path := after.graph.find_shared_memory()):
             change = f"its forward may write to memory that processes share ({path})"

@@ -129,7 +129,7 @@ class BoundCall:
         readings = (self, *map(self.by_entries, lengths))
         return next(each for each in readings if each.structure == other.structure)
 
-    def cut_off(self) -> BoundCall:
+    def without_graph(self) -> BoundCall:
         """The same call with arguments that were not computed: what requires a gradient still does,
         but the graph ends there."""
         alike: dict[int, Tensor] = {}

@@ -131,7 +131,7 @@ class ObjectGraph:
         path = next(shared, None)
         return path if path is not None and any(map(sets_values, self._functions)) else None
 
-    def find_taken_iterator(self) -> str | None:
+    def find_iterator(self) -> str | None:
         """An iterator that functions which were followed may hand to one that takes values of it
         without a branch of theirs, so that nothing stops a part of the batch before it does."""
         found = (node for node in self.nodes.values() if is_iterator(node.value))

@@ -20,6 +20,7 @@ from instep.distributed.numbers import gather_values
 from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
 from instep.training.pytree import Structure, is_cache
+from instep.unedited.objects.branch_conditions import BranchConditions
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
 from instep.unedited.sharded_call.plan.bound_call import (
@@ -45,6 +46,8 @@ MAX_COMPARED = 4
 MAX_TEXTS, MAX_ENTRIES = 16, 64
 """So many strings for the whole batch, and entries in all, are remembered of a module; calls
 of others are computed whole."""
+_CALLS_TO_A_BRANCH = 2
+"""So many calls after a condition has changed may be the first to take the branch."""
 SAMPLED_CALLS = frozenset(10**k for k in range(1, 20))
 """Which of an entry's calls are compared with the whole forward."""
 
@@ -89,6 +92,10 @@ class CacheEntry:
     """Those of libraries on its parts, at the last call."""
     flow: ControlFlow = field(default_factory=ControlFlow)
     """The branches that the forward took in calls that were compared."""
+    conditions: BranchConditions | None = None
+    """By which it may take others, where it may."""
+    watched_until: int = 0
+    """The last call that is to be watched because one of these has changed."""
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
@@ -210,10 +217,15 @@ class CacheEntry:
     def is_watched(self, call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> bool:
         """Whether this call's forward may take a branch that no compared call has taken, and it is
         to be seen whether it does."""
-        can_be_followed = not (group.is_virtual or is_compiled(call.parts))
-        return can_be_followed and self.flow.is_watched(
-            self.calls, may_change=plan.draws_outside_torch
-        )
+        if group.is_virtual or is_compiled(call.parts):
+            return False
+        if self.flow.may_change:
+            if self.conditions is None:
+                self.conditions = BranchConditions(call.parts)
+            if self.conditions.may_be_others():
+                self.watched_until = self.calls + _CALLS_TO_A_BRANCH
+        is_due = self.calls <= self.watched_until
+        return is_due or self.flow.is_watched(self.calls, may_change=plan.draws_outside_torch)
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""
