@@ -17,6 +17,7 @@ import instep
 import instep.compat.apex.parallel as apex
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
+from instep.errors import MixedBatchesError
 from instep.training.losses import divisors
 from pool import ranks, run
 
@@ -320,6 +321,80 @@ def test_an_average_has_the_rows_of_its_forward_where_two_loaders_are_in_use():
     (one,) = run(1, of_two_loaders)
     for found in run(3, of_two_loaders):
         assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, one, strict=True))
+
+
+def zipped(copied):
+    """A loss of one of two loaders that run side by side; their last batches have other sizes."""
+    with initialized():
+        torch.manual_seed(3)
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        loaders = (instep.shard(DataLoader(data(count), 4)) for count in (11, 9))
+        for (inputs, targets), _ in zip(*loaders, strict=True):
+            if copied:
+                inputs, targets = inputs.clone(), targets.clone()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.tolist()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_average_has_the_rows_of_the_batch_that_its_graph_has_saved(copied):
+    (one,) = run(1, zipped, copied)
+    for found in run(2, zipped, copied):
+        assert torch.allclose(torch.tensor(found), torch.tensor(one), atol=1e-6)
+
+
+def of_two_batches():
+    with initialized():
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        loaders = (instep.shard(DataLoader(data(count), 4)) for count in (3, 1))
+        ((first, _), (second, _)) = next(zip(*loaders, strict=True))
+        with pytest.raises(MixedBatchesError, match="fractions"):
+            (model(first).mean() + model(second).mean()).backward()
+
+
+def test_an_average_of_two_batches_that_are_divided_otherwise_is_an_error():
+    run(2, of_two_batches)
+
+
+def divided_by_hand():
+    """Batches of 7 and 2 that the script divides itself, twice."""
+    with initialized():
+        torch.manual_seed(3)
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for inputs, targets in list(DataLoader(data(9), 7)) * 2:
+            copies = (each.clone() for each in instep.shard((inputs, targets)))
+            inputs, targets = copies
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.tolist()
+
+
+def test_a_batch_of_a_step_before_is_not_that_of_an_average():
+    (one,) = run(1, divided_by_hand)
+    for found in run(2, divided_by_hand):
+        assert torch.allclose(torch.tensor(found), torch.tensor(one), atol=1e-6)
+
+
+@ranks(1, 2)
+def test_an_average_may_state_a_weight_on_any_number_of_ranks():
+    with initialized():
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for inputs, _ in instep.shard(DataLoader(data(4), 4)):
+            loss = model(inputs).sum()
+            instep.weight(None)
+            loss.backward()
+            optimizer.step()
 
 
 # -------------------------------------------------------------------------- the optimizer's life

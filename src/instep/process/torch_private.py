@@ -161,6 +161,29 @@ saved_tensors_hooks: Callable[[bool], tuple[Function, Function] | None] = (
     torch._C._autograd._top_saved_tensors_default_hooks
 )
 """The innermost hooks that pack and unpack what autograd saves; None: there are none."""
+_RAW_SAVED = "_raw_saved_"
+"""Begins the names of what a node of the autograd graph has saved, as its hooks have packed it."""
+_raw_saved_names: dict[type, list[str]] = {}
+
+
+def saved_by(node: Any) -> list[torch.Tensor]:
+    """The tensors that a node of the autograd graph has saved, without those that hooks pack."""
+    kind = type(node)
+    if kind not in _raw_saved_names:
+        _raw_saved_names[kind] = [name for name in dir(node) if name.startswith(_RAW_SAVED)]
+    found = []
+    for name in _raw_saved_names[kind]:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # the graph was freed
+            continue
+        for each in saved if isinstance(saved, tuple | list) else (saved,):
+            if getattr(each, "unpack_hook", None) is None:
+                value = getattr(each, "data", None)
+                found += [value] if isinstance(value, torch.Tensor) else []
+    return found
+
+
 profiler_enabled = torch.autograd._profiler_enabled
 """Whether torch.profiler records."""
 script_operations: dict[int, str] = torch.jit._builtins._get_builtin_table()

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from instep.process.torch_private import saved_by
+
 Root = Tensor | GradientEdge
 """Where a backward begins."""
 
@@ -48,6 +50,19 @@ def walk(roots: Iterable[Root], visit: Callable[[Any], Iterable[Any]]) -> None:
 def next_nodes(node: Any) -> list[Any]:
     """The nodes to which a node hands its gradients in backward."""
     return [child for child, _ in node.next_functions]
+
+
+def saved_tensors(roots: Iterable[Root]) -> list[Tensor]:
+    """The tensors that the graph of these has saved for backward, without those that hooks must
+    fetch, as of gradient checkpointing."""
+    found: list[Tensor] = []
+
+    def visit(node: Any) -> list[Any]:
+        found.extend(saved_by(node))
+        return next_nodes(node)
+
+    walk(roots, visit)
+    return found
 
 
 def used_by_others(values: Sequence[Any]) -> list[bool]:

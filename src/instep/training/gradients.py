@@ -135,7 +135,8 @@ def weight(count: Tensor | float | None) -> None:
     A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
     where gradients are disabled, as they were in the last forward.
 
-    Collective. Raises TrainingError before any forward of a replicated model. Called after a
+    Collective. Raises TrainingError before any forward of a replicated model (on one rank, if there
+    is a replicated model). Called after a
     backward it states the weight of another one through the same forward; if none follows, the next
     forward raises TrainingError.
     """
@@ -147,6 +148,8 @@ def weight(count: Tensor | float | None) -> None:
     if is_averaged:
         call = ForwardCall(averages.batch())
     elif call is None:
+        if get_transport().size == 1 and not forward_calls.replica_of_part:
+            return  # one rank averages nothing, by DDP or Horovod either
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
         )

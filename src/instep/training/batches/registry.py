@@ -173,6 +173,11 @@ def end_step() -> None:
     _manual.end_step()
 
 
+def has_manual_batches() -> bool:
+    """Whether the script has divided a batch itself since the last backward."""
+    return bool(_manual.candidates()) and not _manual.is_stale
+
+
 def reset() -> None:
     """Forget every batch, and how far the training has come in them."""
     global _manual

@@ -7,7 +7,7 @@ backward gives the loss its weight: that of its rows if it is a mean over them, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import torch
@@ -16,11 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
-from instep.training.autograd_graph import Root
+from instep.training.autograd_graph import Root, saved_tensors
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
-from instep.training.batches.registry import find_candidates
+from instep.training.batches.registry import find_block, find_candidates, has_manual_batches
 from instep.training.blocks import Block
+from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import current_candidates, find_leaves
 from instep.training.losses.divisors import find_averaged, have_weight_of_rows
 
@@ -89,7 +90,11 @@ def may_need_weight() -> bool:
     if not candidates.is_single:
         return True
     (block,) = candidates.blocks
-    return block is not None and (_stated is not None or _is_uneven(block) or bool(_unchecked))
+    if block is None:
+        return False
+    return (
+        _stated is not None or _is_uneven(block) or bool(_unchecked) or has_manual_batches()
+    )
 
 
 def zero_if_placeholder(grad: Tensor) -> Tensor | None:
@@ -106,8 +111,28 @@ def find_weight(roots: tuple[Root, ...], transport: Transport) -> tuple[Block, f
     """
     leaves = find_leaves(roots)
     found = {externally_averaged[each] for each in leaves if each in externally_averaged}
-    block = batch().resolve() if found else None
+    block = _batch_of(roots).resolve() if found else None
     return None if block is None else (block, _weight(found, roots, block, transport))
+
+
+def _batch_of(roots: tuple[Root, ...]) -> BatchCandidates:
+    """That of a backward from these: of several, the one whose tensors the graph has saved.
+
+    Raises MixedBatchesError where it has saved those of two, of which this rank has other
+    fractions.
+    """
+    candidates = batch()
+    if candidates.is_single:
+        return candidates
+    saved = saved_tensors(roots)
+    blocks = [block for each in saved if (block := find_block(each)) is not None]
+    if not blocks:
+        rows = {each.shape[0] for each in saved if each.dim() and each not in externally_averaged}
+        return replace(candidates, rows=frozenset(rows))
+    if len({block.fractions() for block in blocks}) > 1:
+        fractions = dict.fromkeys(block.fraction for block in blocks)
+        raise MixedBatchesError([*fractions], are_stated=True)
+    return BatchCandidates((blocks[0],))
 
 
 def _weight(
