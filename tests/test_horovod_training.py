@@ -579,6 +579,28 @@ def test_sparse_gradients(dense):
         assert len(set(hvd.allgather_object(embedding.weight.sum().item()))) == 1
 
 
+@ranks(2)
+def test_a_sparse_gradient_is_averaged_in_a_step_before_its_last_backward():
+    with initialized():
+        table, plain = nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1)
+        parameters = [*table.parameters(), *plain.parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, 0.0), backward_passes_per_step=2
+        )
+        for backwards in (2, 1):  # an epoch's last step has one
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                plain(table(torch.tensor([hvd.rank()]))).sum().backward()
+            optimizer.step()
+            expected = backwards * plain.weight.item() / 2
+            found = table.weight.grad.to_dense().flatten()
+            assert torch.allclose(found, torch.tensor([expected, expected, 0, 0]))
+        optimizer.zero_grad()
+        plain(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert not table.weight.grad.to_dense().any()
+
+
 @ranks(3)
 def test_each_gradient_is_summed_once_where_what_is_trained_changes_in_a_step():
     with initialized():

@@ -104,6 +104,8 @@ class GradientAverager:
             for index in self._planned:
                 if index not in self._bucket_of[index].ready:
                     self._mark_ready(index)
+            for index in sorted(self._sparse - self._sparse_handles.keys()):
+                self._mark_sparse_ready(index)
             for bucket in self._buckets:
                 self._write_grads(bucket)
             for index, handle in self._sparse_handles.items():
@@ -185,6 +187,17 @@ class GradientAverager:
         bucket.ready.add(index)
         if len(bucket.ready) == len(bucket.indices):
             self._start(bucket)
+
+    def _mark_sparse_ready(self, index: int) -> None:
+        """One that no bucket has: the step comes before its last backward, or has none of it."""
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            no_rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = parameter.detach()[:0]
+            parameter.grad = torch.sparse_coo_tensor(
+                no_rows, values, parameter.shape, check_invariants=False
+            )
+        self._mark_ready(index)
 
     def _start(self, bucket: _Bucket) -> None:
         dense = [self._dense(self._parameters[index]) for index in bucket.indices]
