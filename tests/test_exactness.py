@@ -209,6 +209,21 @@ def test_a_sum_over_the_batch_size_is_named_where_all_batches_are_even():
     play(fraction_of_a_sum, (lambda out, y: out[:, :3].square().sum() / (3 * len(out)), 18))
 
 
+def over_a_constant(model, x, y):
+    return model(x).square().sum() / 50
+
+
+def of_even_batches(log):
+    train(log, net(), rows(12), over_a_constant, batch_size=9, epochs=2)
+
+
+@ranks(3)
+def test_a_sum_over_a_constant_is_named_at_a_batch_of_another_size():
+    divisors._warned.clear()
+    with pytest.warns(InstepWarning, match=r"instep.weight\(None\), if it is a sum.*INS716"):
+        play(of_even_batches, ())
+
+
 def in_batch(out, y):
     whole = torch.cat(instep.all_gather(out))
     return cross_entropy(whole @ whole.T, torch.arange(len(whole), device=out.device))
@@ -224,6 +239,10 @@ MEANS = {
     "rows of all ranks": in_batch,
     "columns of all ranks": balance,
     "rows": lambda out, y: out.square().sum(1).mean() + cross_entropy(out, y) / 2,
+    "each row": lambda out, y: (
+        sum(cross_entropy(o[None], t[None]) for o, t in zip(out, y, strict=True)) / len(y)
+    ),
+    "accumulated": lambda out, y: cross_entropy(out, y, reduction="sum") / len(y) / 3,
     "sum of tasks": lambda out, y: (torch.stack(tasks(out, y)) * (out.square().mean() + 1)).sum(),
     "mean of tasks": lambda out, y: torch.stack(tasks(out, y)).exp().log().mean(),
 }

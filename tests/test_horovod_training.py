@@ -323,6 +323,29 @@ def test_an_average_has_the_rows_of_its_forward_where_two_loaders_are_in_use():
         assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, one, strict=True))
 
 
+def with_a_last_row():
+    """Gradients of a sum over a constant, in batches of 8 and 1."""
+    with initialized():
+        model = nn.Linear(6, 2)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        gradients = []
+        for inputs, _ in instep.shard(DataLoader(data(17), 8)):
+            optimizer.zero_grad()
+            (model(inputs).square().sum() / 10).backward()
+            optimizer.synchronize()
+            gradients.append(model.weight.grad.clone())
+        return gradients
+
+
+def test_a_sum_over_a_constant_has_no_weight_where_one_rank_has_all_rows():
+    (one,) = run(1, with_a_last_row)
+    for found in run(2, with_a_last_row):
+        last = found[-1] * 2  # an average over two ranks
+        assert torch.allclose(last, one[-1], atol=1e-5)
+
+
 def zipped(copied):
     """A loss of one of two loaders that run side by side; their last batches have other sizes."""
     with initialized():

@@ -37,7 +37,7 @@ from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses import averages
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import check_divisors, is_first_uneven
+from instep.training.losses.divisors import check_divisors, is_first_of_kind
 
 T = TypeVar("T")
 
@@ -302,12 +302,12 @@ def _are_finite(roots: Iterable[Root]) -> bool:
 
 def _check_divisors(roots: tuple[Root, ...], call: ForwardCall) -> None:
     """Warn of a loss that is no mean over rows, as often as the models are compared, and at the
-    first batch of which the ranks have different numbers of rows. Collective."""
+    first batches of other sizes. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
     if check is None or call.block is None or not _is_summing():
         return
-    if is_first_uneven(call.replica, call.block) or check.is_due():
-        check_divisors(roots, call.block.count, call.block.total, get_transport())
+    if is_first_of_kind(call.replica, call.block) or check.is_due():
+        check_divisors(call.replica, roots, call.block, get_transport())
 
 
 def _end_frozen(roots: tuple[Root, ...], call: ForwardCall) -> None:

@@ -23,7 +23,7 @@ from instep.training.batches.registry import find_block, find_candidates, has_ma
 from instep.training.blocks import Block
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import current_candidates, find_leaves
-from instep.training.losses.divisors import find_averaged, have_weight_of_rows
+from instep.training.losses.divisors import LastDivisors, find_averaged, have_weight_of_rows
 
 _unchecked: WeakSet[GradientAverage] = WeakSet()
 """Those of whose losses the divisors were not compared in any batch."""
@@ -40,6 +40,8 @@ class GradientAverage:
     """Whether the divisors of its losses were compared in a batch that is divided unevenly."""
     has_weight_of_rows: bool = True
     """Whether the last loss that divided sums by numbers had it."""
+    last_divisors: LastDivisors | None = None
+    """What its losses have divided by, when that was compared last."""
 
     def __post_init__(self) -> None:
         _unchecked.add(self)
@@ -92,9 +94,7 @@ def may_need_weight() -> bool:
     (block,) = candidates.blocks
     if block is None:
         return False
-    return (
-        _stated is not None or _is_uneven(block) or bool(_unchecked) or has_manual_batches()
-    )
+    return _stated is not None or _is_uneven(block) or bool(_unchecked) or has_manual_batches()
 
 
 def zero_if_placeholder(grad: Tensor) -> Tensor | None:
@@ -153,8 +153,10 @@ def _weight(
     divides_sums = any(each.is_of_sum and each.value is not None for each in divisors)
     if not (is_due or divides_sums) or not all(each.is_of_all_ranks for each in found):
         return rows
-    has_rows = have_weight_of_rows(divisors, block.count, transport)
+    last = next(each.last_divisors for each in found)
+    has_rows, last = have_weight_of_rows(divisors, block, last, transport)
     for each in found:
+        each.last_divisors = last
         if has_rows is None:
             has_rows = each.has_weight_of_rows
         elif is_uneven and divides_sums:

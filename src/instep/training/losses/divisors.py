@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -32,6 +32,10 @@ _SUM, _MEAN = 2, 1
 _NONE = -1.0
 _warned: set[tuple[str, str]] = set()
 _met_uneven: WeakSet[object] = WeakSet()
+"""The replicas that have had a batch of which the ranks have different numbers of rows."""
+_met_other_size: WeakSet[object] = WeakSet()
+"""Those that have had one of another size than one before."""
+_last_of: WeakKeyDictionary[object, LastDivisors] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -44,37 +48,70 @@ class Divisor:
     """Whether the term is a sum, divided or not, and no mean."""
 
 
-def is_first_uneven(replica: object, block: Block) -> bool:
-    """Whether this is the replica's first batch of which the ranks have different numbers of rows.
+@dataclass(frozen=True)
+class LastDivisors:
+    """What a loss has divided by in the last batch in which that was compared."""
+
+    total: int
+    """The rows of the batch."""
+    rows: int
+    """Those of this rank."""
+    numbers: tuple[float, ...]
+    """The least and the greatest of them."""
+
+    def have_constant(self, found: list[Divisor], rows: int) -> bool:
+        """Whether this rank now has other rows, and its sums are divided by the same numbers."""
+        numbers = _bounds(_numbers(found))
+        is_same = bool(self.numbers) and numbers == self.numbers
+        has_rows = rows > 0 and self.rows > 0
+        return has_rows and is_same and rows != self.rows and all(d.is_of_sum for d in found)
+
+
+def is_first_of_kind(replica: object, block: Block) -> bool:
+    """Whether this is the replica's first batch of which the ranks have different numbers of rows,
+    or the first one of another size than the one that was compared last.
 
     There a sum that is divided by a constant shows; elsewhere it looks like a mean over columns.
     """
-    if replica in _met_uneven or block.total < block.size or block.total % block.size == 0:
-        return False
-    _met_uneven.add(replica)
-    return True
+    is_uneven = block.total >= block.size and block.total % block.size > 0
+    last = _last_of.get(replica)
+    is_other = last is not None and last.total != block.total
+    is_first = (is_uneven and replica not in _met_uneven) or (
+        is_other and replica not in _met_other_size
+    )
+    if is_uneven:
+        _met_uneven.add(replica)
+    if is_other:
+        _met_other_size.add(replica)
+    return is_first
 
 
-def check_divisors(roots: Iterable[Root], rows: int, total: int, transport: Transport) -> None:
+def check_divisors(
+    replica: object, roots: Iterable[Root], block: Block, transport: Transport
+) -> None:
     """Warn, once for each line, of a loss that is no mean over rows.
 
     Args:
+        replica: which the loss comes from.
         roots: on which backward is called.
-        rows: this rank's.
-        total: those of all ranks. A sum of other than so many elements that is divided by so much
-            is one over rows that is divided by the batch size.
+        block: this rank's rows. A sum of other than so many elements as the whole batch has rows
+            that is divided by so much is one over rows that is divided by the batch size.
 
     Collective.
     """
-    whole = None if rows == total else float(total)
+    rows, total = block.count, block.total
+    whole = None if rows == total else (rows, total)
     found = _divisors_of(roots, whole) if rows else []
     ratios = [number / rows for number in _numbers(found)]
     sums_here = any(each.value is None for each in found)
-    mine = [sums_here, min(ratios, default=_NONE), max(ratios, default=_NONE)]
-    sums, *bounds = zip(*gather_values(mine, transport), strict=True)
+    last = _last_of.get(replica)
+    is_constant = last is not None and last.have_constant(found, rows)
+    _last_of[replica] = LastDivisors(total, rows, _bounds(_numbers(found)))
+    mine = [sums_here, is_constant, *(_bounds(ratios) or (_NONE, _NONE))]
+    sums, constants, *bounds = zip(*gather_values(mine, transport), strict=True)
     if any(sums):
         _warn("is a sum over rows", "instep.weight(None)")
-    elif any(_differ([each for each in bound if each != _NONE]) for bound in bounds):
+    elif any(constants) or any(_differ([e for e in bound if e != _NONE]) for bound in bounds):
         _warn_of_divisor()
 
 
@@ -84,25 +121,44 @@ def find_averaged(roots: Iterable[Root], rows: int) -> list[Divisor]:
     return _divisors_of(roots, None, lambda node: not _is_penalty(node), is_one_row=rows == 1)
 
 
-def have_weight_of_rows(found: list[Divisor], rows: int, transport: Transport) -> bool | None:
+def have_weight_of_rows(
+    found: list[Divisor], block: Block, last: LastDivisors | None, transport: Transport
+) -> tuple[bool | None, LastDivisors]:
     """Whether a rank's gradient has the weight of its rows in the average of a loss that divides by
     these: not if all ranks divide sums by the same number. None where ranks that have rows have
-    equally many.
+    equally many, and have not had others in the last batch that was compared.
 
-    Warns, once for each line, where the weight is another one. Collective.
+    Returns that, and what the next call gets as `last`. Warns, once for each line, where the weight
+    is another one. Collective.
     """
+    rows = block.count
     numbers = _numbers(found) if rows else []
     ratios = [each / rows for each in numbers]
-    mine = [bound(each, default=_NONE) for each in (ratios, numbers) for bound in (min, max)]
-    gathered = zip(*gather_values(mine, transport), strict=True)
+    is_constant = last is not None and last.have_constant(found, rows)
+    mine = [
+        is_constant,
+        *(bound for e in (ratios, numbers) for bound in _bounds(e) or (_NONE,) * 2),
+    ]
+    constants, *gathered = zip(*gather_values(mine, transport), strict=True)
     bounds = [[each for each in bound if each != _NONE] for bound in gathered]
     in_proportion, equal = not any(map(_differ, bounds[:2])), not any(map(_differ, bounds[2:]))
+    now = LastDivisors(block.total, rows, _bounds(numbers))
+    if in_proportion and equal:
+        return (False if any(constants) else None), now
+    return _have_weight_of_rows(found, in_proportion, equal), now
+
+
+def _have_weight_of_rows(found: list[Divisor], in_proportion: bool, equal: bool) -> bool:
     if in_proportion:
-        return None if equal else True
+        return True
     if equal and all(each.is_of_sum for each in found):
         return False
     _warn_of_divisor()
     return True
+
+
+def _bounds(numbers: list[float]) -> tuple[float, ...]:
+    return (min(numbers), max(numbers)) if numbers else ()
 
 
 def _numbers(found: list[Divisor]) -> list[float]:
@@ -135,41 +191,57 @@ def _warn(what: str, call: str) -> None:
 
 def _divisors_of(
     roots: Iterable[Root],
-    total: float | None,
+    whole: tuple[int, int] | None,
     counts: Callable[[Any], bool] = depends_on_call,
     is_one_row: bool = False,
 ) -> list[Divisor]:
     """What the terms of a loss divide by whose reduction `counts`, by default those that come from
-    a replica. A sum that is divided by `total` counts as one that is not divided. For one row the
-    sum of one number is a sum over rows, too, unless what it is computed from has a reduction."""
+    a replica. With the rows of this rank and of the `whole` batch, a sum that is divided by the
+    latter, and not by the former and another number, counts as one that is not divided. For one row
+    the sum of one number is a sum over rows, too, unless what it is computed from has a
+    reduction."""
     found = []
-    stack: list[tuple[Any, float | None]] = [(node_of(root), None) for root in roots]
+    stack: list[tuple[Any, tuple[float, ...]]] = [(node_of(root), ()) for root in roots]
     seen = set()
     while stack:
-        node, divisor = stack.pop()
+        node, factors = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        each = _divisor_of(node, divisor)
+        each = _divisor_of(node, factors)
         if each is None and is_one_row and _sums_one_number(node):
             inner = [GradientEdge(child, 0) for child in _children(node)]
-            if _divisors_of(inner, total, counts, is_one_row):
-                stack += [(child, divisor) for child in _children(node)]
+            if _divisors_of(inner, whole, counts, is_one_row):
+                stack += [(child, factors) for child in _children(node)]
                 continue
-            each = Divisor(divisor, is_of_sum=True)
+            each = _of_sum(factors)
         if each is not None:
             if counts(node) and not _reduces_stack(node):
-                is_sum = each.value == total is not None and _summed_elements(node) != total
+                is_sum = whole is not None and _divides_by_whole(node, each, factors, *whole)
                 found.append(Divisor(None, is_of_sum=True) if is_sum else each)
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other
             if isinstance(other, Tensor) and other.numel() == 1:
                 number = other.item() or math.inf
                 factor = number if node.name().startswith("Div") or not other else 1 / number
-                stack.append((next_nodes(node)[0], factor * (divisor or 1.0)))
+                stack.append((next_nodes(node)[0], (*factors, factor)))
         elif node.name().startswith(_LINEAR):
-            stack += [(child, divisor) for child in next_nodes(node)]
+            stack += [(child, factors) for child in next_nodes(node)]
     return found
+
+
+def _divides_by_whole(
+    node: Any, found: Divisor, factors: tuple[float, ...], rows: int, total: int
+) -> bool:
+    """Whether a sum over rows is divided by those of the whole batch: not where it is divided by
+    this rank's and, for accumulation, by as many batches as there are ranks."""
+    has_rows = any(math.isclose(each, rows) for each in factors)
+    is_total = found.value == total != _summed_elements(node)
+    return found.is_of_sum and is_total and not has_rows
+
+
+def _of_sum(factors: tuple[float, ...]) -> Divisor:
+    return Divisor(math.prod(factors) if factors else None, is_of_sum=True)
 
 
 def _sums_one_number(node: Any) -> bool:
@@ -199,7 +271,7 @@ def _reduces_stack(node: Any) -> bool:
     while level:
         for each in level:
             if each.name().startswith("Stack"):
-                return any(_divisor_of(term, None) is not None for term in _children(each))
+                return any(_divisor_of(term, ()) is not None for term in _children(each))
         level = [
             child
             for each in level
@@ -223,20 +295,25 @@ def _children(node: Any) -> list[Any]:
     return [each for each in next_nodes(node) if each is not None]
 
 
-def _divisor_of(node: Any, divisor: float | None) -> Divisor | None:
-    """What this node divides by, if it is a reduction; `divisor`: what its sum is divided by."""
+def _divisor_of(node: Any, factors: tuple[float, ...]) -> Divisor | None:
+    """What this node divides by, if it is a reduction; `factors`: what its result is divided by.
+
+    A mean of some of the rows, to which those of the others are added, has their number there.
+    """
     if node.name() in ("SumBackward0", "SumBackward1"):
         is_whole = math.prod(node._saved_self_sym_sizes) > 1 and _reduces_rows(node)
-        return Divisor(divisor, is_of_sum=True) if is_whole else None
+        return _of_sum(factors) if is_whole else None
     if node.name() in ("MeanBackward0", "MeanBackward1"):
-        return Divisor(float(node._saved_self_sym_numel)) if _reduces_rows(node) else None
+        count = float(node._saved_self_sym_numel)
+        return Divisor(count * math.prod(factors)) if _reduces_rows(node) else None
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
-        return Divisor(divisor, is_of_sum=True)
+        return _of_sum(factors)
     if reduction != _MEAN:
         return None
-    total = getattr(node, "_saved_total_weight", None)
-    return Divisor(float(node._saved_self.numel() if total is None else total))
+    weight = getattr(node, "_saved_total_weight", None)
+    count = float(node._saved_self.numel() if weight is None else weight)
+    return Divisor(count * math.prod(factors))
 
 
 def _reduces_rows(node: Any) -> bool:
