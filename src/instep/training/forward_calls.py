@@ -181,10 +181,11 @@ def last_trained() -> ForwardCall | None:
     return current() or _last_trained or _last
 
 
-def current_candidates() -> BatchCandidates:
-    """The batches to which a call at this moment may belong."""
+def current_candidates(values: object = ()) -> BatchCandidates:
+    """The batches to which a call at this moment may belong; outside of a replica by these values'
+    rows."""
     call = current()
-    return find_candidates(()) if call is None else call.batch
+    return find_candidates(values) if call is None else call.batch
 
 
 # ------------------------------------------------------------------------- tags on the graph

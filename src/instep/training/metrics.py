@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +65,10 @@ class Metric(ABC):
             samples: a tensor of the batch from which they were computed. Nothing is added if it
                 is the sample that a rank without rows runs.
         """
-        if not _is_placeholder(samples):
+        self._add(totals, samples, None)
+
+    def _add(self, totals: Tensor, samples: Tensor, rows: int | None) -> None:
+        if not _is_placeholder(samples, rows):
             self.totals = self.totals.to(totals.device)
             self.totals += totals.detach().double()
 
@@ -131,12 +135,13 @@ class Mean(Metric):
             if isinstance(value, Tensor)
             else torch.as_tensor(value, dtype=torch.float64, device="cpu")
         ).detach()
+        rows = count if isinstance(count, int) else None
         if count is None:
             total, count = values.double().sum(), values.numel()
         else:
             mean = values.double().mean() if count else values.new_zeros((), dtype=torch.float64)
             total = mean * count
-        self.add(torch.stack([total, torch.full_like(total, count)]), values)
+        self._add(torch.stack([total, torch.full_like(total, count)]), values, rows)
 
     def compute(self) -> float:
         """The mean over all ranks; NaN where nothing was counted. Collective."""
@@ -218,9 +223,12 @@ def gather_rows(rows: Tensor) -> Tensor:
     return torch.cat(all_gather_internal(own.detach()))
 
 
-def _is_placeholder(values: Tensor) -> bool:
-    """Whether these come from the sample that a rank without rows runs."""
+def _is_placeholder(values: Tensor, rows: int | None = None) -> bool:
+    """Whether these come from the sample that a rank without rows runs; `rows`: how many samples a
+    mean is of, as far as that is known."""
     batch, call = find_candidates(values), last()
+    if len(batch.blocks) > 1 and not batch.rows and rows is not None:
+        batch = replace(batch, rows=frozenset((rows,)))
     # A loss is no part of a batch: it belongs to the forward that was made last, if that may be, as
     # it may wherever no loop is at work: of kept batches (`itertools.cycle`) any is possible.
     if len(batch.blocks) > 1 and call is not None:

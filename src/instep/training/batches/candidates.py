@@ -65,6 +65,8 @@ class BatchCandidates:
             fitting = [block for block, fit in zip(self.blocks, fits[k:], strict=False) if fit]
             if fitting and len({_fractions(block) for block in fitting}) == 1:
                 return fitting[-1]
+            if fitting:
+                break  # more views would choose by chance
         if len({_fractions(block) for block in self.blocks}) == 1:
             return self.blocks[-1]
         if None in self.blocks and self.rows and not any(fits):

@@ -127,12 +127,19 @@ def _batch_of(roots: tuple[Root, ...]) -> BatchCandidates:
     saved = saved_tensors(roots)
     blocks = [block for each in saved if (block := find_block(each)) is not None]
     if not blocks:
-        rows = {each.shape[0] for each in saved if each.dim() and each not in externally_averaged}
-        return replace(candidates, rows=frozenset(rows))
+        parameters = {_address(parameter) for parameter in externally_averaged}
+        inputs = [each for each in saved if each.dim() and _address(each) not in parameters]
+        return replace(candidates, rows=frozenset(each.shape[0] for each in inputs))
     if len({block.fractions() for block in blocks}) > 1:
         fractions = dict.fromkeys(block.fraction for block in blocks)
         raise MixedBatchesError([*fractions], are_stated=True)
     return BatchCandidates((blocks[0],))
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory, the same for all views."""
+    is_dense = tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if is_dense else id(tensor)
 
 
 def _weight(

@@ -98,7 +98,7 @@ def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives)
     outputs: tuple[Tensor, ...] = apply(
         _GlobalBatchNorm,
         shards,
-        current_candidates().is_placeholder,
+        current_candidates([shard.input for shard in shards]).is_placeholder,
         collectives,
         *[shard.input for shard in shards],
         *[shard.weight for shard in shards],
