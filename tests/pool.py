@@ -265,7 +265,7 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     registry.reset()
     scopes._entered = 0
     reducer._unfinished.clear()
-    averages.externally_averaged.clear()  # hooks of their parameters keep Apex's models
+    averages.externally_averaged.clear()  # of models that are not collected yet
     averages._forwards.clear()
     forward_calls._last = forward_calls._last_trained = None
     try:

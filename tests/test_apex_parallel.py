@@ -1,5 +1,10 @@
 """`apex.parallel`: gradients averaged over ranks, and batch statistics of several ranks."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +104,22 @@ def test_half_precision_is_added_up_in_float32_when_asked():
     model = DistributedDataParallel(Times())
     model(largest).sum().backward()
     assert model.module.w.grad[0].isinf()
+
+
+@ranks(1, 2)
+def test_a_model_is_freed_with_its_wrapper_and_averaged_as_long_as_it_lives():
+    x = rows()
+    module = small_model()
+    DistributedDataParallel(module)
+    gc.collect()
+    module(x[instep.rank]).square().mean().backward()
+    assert_grads(module, averages(x))
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        copied(x[instep.rank]).sum().backward()  # one of its own: no rank waits
+    weight = weakref.ref(module[0].weight)
+    del module, copied
+    gc.collect()
+    assert weight() is None
 
 
 @ranks(2)

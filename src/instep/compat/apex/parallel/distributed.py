@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -126,10 +127,18 @@ class DistributedDataParallel(nn.Module):
         }
         self._ready: list[set[int]] = [set() for _ in self._buckets]
         """The parameters of each bucket whose gradient this backward has computed."""
+        # The garbage collector does not see what a tensor's hooks hold; what the module holds, it
+        # does. So its gradients are averaged for as long as it lives, with or without this wrapper.
+        vars(module)["_apex_average"] = _Owner(self)
+        reference = weakref.ref(self)
+
+        def notice_grad(index: int) -> None:
+            model = reference()
+            if model is not None:
+                model._on_grad(index)
+
         for index, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, index=index: self._on_grad(index)
-            )
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: notice_grad(index))
         if world.size > 1:
             PatchHandle([gradients.PATCH])
             average = GradientAverage(is_mean=gradient_average)
@@ -198,6 +207,16 @@ class DistributedDataParallel(nn.Module):
             for bucket, ready in zip(self._buckets, self._ready, strict=True):
                 bucket.reset()
                 ready.clear()
+
+
+class _Owner:
+    """Keeps a wrapper alive. Copies of the module, and files of it, have None in its place."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 class _AveragingCodec(BucketCodec):
