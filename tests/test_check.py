@@ -168,6 +168,15 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (6, "INS101"),
         (10, "INS101"),
     ],
+    "rows_by_hand.py": [
+        (9, "INS311"),
+        (12, "INS311"),
+    ],
+    "some_step.py": [
+        (16, "INS109"),
+        (18, "INS109"),
+        (26, "INS102"),
+    ],
     "who_waits.py": [
         (29, "INS101"),
         (53, "INS101"),

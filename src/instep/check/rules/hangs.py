@@ -92,11 +92,13 @@ def _has_counterpart(info: ScriptInfo, call: ast.Call, guard: Guard) -> bool:
     return False
 
 
-@rule("INS102", Severity.ERROR, "A DistributedDataParallel model is called by some ranks only.")
+@rule("INS102", Severity.ERROR, "A model that waits for all ranks is called by some ranks only.")
 def _model_call_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     """A model in DistributedDataParallel communicates: its forward broadcasts the buffers of
     BatchNorm, its backward reduces gradients. Called on rank 0 only, it waits for the others
-    from N = 2 on. The module inside, `model.module`, does not communicate.
+    from N = 2 on. The module inside, `model.module`, does not communicate. A model in
+    `instep.replicate` that has batch normalisation waits too, unless it is in `eval()`: in training
+    its statistics are those of all ranks' rows.
 
     ## Bad
     ```python
@@ -136,6 +138,31 @@ def _model_call_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
             "from N = 2 on, it waits for the other ranks: its forward and backward communicate",
             info.script.source(call).replace(f"{name}(", f"{name}.module(", 1),
         )
+    for call in info.script.all(ast.Call) if info.has_batch_norm else ():
+        guard = info.guards.effective_guard(call, depth=1) if _is_replica(info, call) else None
+        function = info.script.function_of(call)
+        calls = {info.script.call_name(c) for c in info.script.calls_in(function)}
+        if guard is not None and not guard.is_scope and "eval" not in calls:
+            name = info.script.source(call.func)
+            yield Hit(
+                call,
+                f"{name} has batch normalisation and is called only where {guard.condition}",
+                "from N = 2 on, it waits for the other ranks: its statistics are of all rows",
+                f"{name}.eval()  # before it; or call it on every rank",
+            )
+
+
+def _is_replica(info: ScriptInfo, call: ast.Call) -> bool:
+    """Whether this calls what instep.replicate has been given."""
+    if not isinstance(call.func, ast.Name | ast.Attribute) or info.ddp_call_of(call.func):
+        return False
+    name = info.script.source(call.func)
+    made = info.script.calls_of("instep.replicate")
+    return any(
+        made_by in info.origins.calls(call.func)
+        or (bool(made_by.args) and info.script.source(made_by.args[0]) == name)
+        for made_by in made
+    )
 
 
 def _is_harmless_in_evaluation(info: ScriptInfo, call: ast.Call, wrap: ast.Call) -> bool:

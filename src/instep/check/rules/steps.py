@@ -1,4 +1,4 @@
-"""INS104, INS105, INS107, INS108: slow or confused steps, and steps of some ranks only."""
+"""INS104, INS105, INS107 to INS109: slow or confused steps, and steps of some ranks only."""
 
 from __future__ import annotations
 
@@ -332,3 +332,69 @@ def _is_slice_by_rank(info: ScriptInfo, call: ast.Call) -> bool:
     _, start, stop, step = call.args
     to_the_end = isinstance(stop, ast.Constant) and stop.value is None
     return to_the_end and info.ranks.rank_type(start) == "rank" and info.ranks.is_world_size(step)
+
+
+@rule("INS109", Severity.ERROR, "An optimizer steps on some ranks only.")
+def _step_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
+    """After backward every rank has the same gradient, and every rank steps with it. Under
+    `if rank == 0` the parameters of rank 0 alone change: from N = 2 on, the others compute the
+    gradients of the first model for ever. Nothing waits and nothing fails; instep finds the
+    difference when it compares the models.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    model = instep.replicate(model)
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss_function(model(x), y).backward()
+        if instep.rank == 0:
+            optimizer.step()
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    model = instep.replicate(model)
+    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
+        loss_function(model(x), y).backward()
+        optimizer.step()
+    ```
+    """
+    for call in info.script.calls_named("step"):
+        guards = info.guards.local_guards(call)
+        stepped = next((n for n in (*call.args, info.script.owner(call)) if _steps(info, n)), None)
+        if stepped is None or not guards or guards[0].is_scope:
+            continue
+        loop = next(info.script.parent_loops(call), None)
+        near = [c for c in info.script.all(ast.Call) if info.script.are_in_one_function(c, call)]
+        near = [c for c in near if loop is None or info.script.is_inside(c, loop)]
+        backwards = [c for c in near if c in info.backward_calls]
+        if not backwards or any(info.guards.local_guards(each) for each in backwards):
+            continue  # a model that these ranks alone train
+        is_sent = any(info.script.call_name(c).startswith("broadcast") for c in near)
+        if is_sent or any(info.script.are_exclusive(c, call) for c in near if _is_like(c, call)):
+            continue
+        yield Hit(
+            call,
+            f"{info.script.source(call.func)} is reached only where {guards[0].condition}",
+            "from N = 2 on, the ranks that do not come here keep the parameters of before",
+            f"{info.script.source(call)}  # on every rank",
+        )
+
+
+def _steps(info: ScriptInfo, node: ast.expr | None) -> bool:
+    """Whether a value is an optimizer, by what made it or by its name."""
+    made = [info.script.full_name(each) for each in info.origins.calls(node)]
+    if any("lr_scheduler" in each for each in made):
+        return False
+    name = info.script.dotted_name(node).split(".")[-1].lower()
+    is_named = "optim" in name and "sched" not in name
+    return is_named or any(each.startswith("torch.optim.") for each in made)
+
+
+def _is_like(one: ast.Call, other: ast.Call) -> bool:
+    return one is not other and ast.dump(one) == ast.dump(other)
