@@ -162,9 +162,10 @@ def _bounds(numbers: list[float]) -> tuple[float, ...]:
 
 
 def _numbers(found: list[Divisor]) -> list[float]:
-    """Those that are finite: a term that is multiplied by 0 divides by infinity."""
+    """Those that are numbers: a term that is multiplied by 0 divides by infinity, and by 0 where a
+    loss is infinite."""
     values = (each.value for each in found)
-    return [each for each in values if each is not None and math.isfinite(each)]
+    return [each for each in values if each and math.isfinite(each)]
 
 
 def _differ(numbers: list[float]) -> bool:
