@@ -207,6 +207,7 @@ def test_a_sum_over_the_batch_size_is_named_where_all_batches_are_even():
         play(fraction_of_a_sum, (summed, 18))
     divisors._warned.clear()
     play(fraction_of_a_sum, (lambda out, y: out[:, :3].square().sum() / (3 * len(out)), 18))
+    play(fraction_of_a_sum, (MEANS["accumulated"], 18))  # over as many batches as ranks
 
 
 def over_a_constant(model, x, y):
