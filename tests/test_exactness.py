@@ -345,7 +345,7 @@ def test_a_weight_that_is_stated_without_gradients_waits_for_no_rank():
     assert run(3, evaluated) == [3.0] * 3
 
 
-@ranks(1)
+@ranks(2)
 def test_a_weight_before_any_forward_is_an_error():
     with pytest.raises(TrainingError, match="call the model first"):
         instep.weight(3)

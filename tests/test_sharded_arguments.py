@@ -4,6 +4,7 @@ objects that a forward changes.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict, UserDict, namedtuple
@@ -449,7 +450,8 @@ class Counted:
             self.rows += len(x)
             return forward(x)
 
-        layer.forward = counted
+        hidden = itertools.repeat(counted).__next__  # a count of rows makes the module whole
+        layer.forward = lambda x: hidden()(x)
 
 
 @ranks(2)

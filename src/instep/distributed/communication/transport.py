@@ -333,7 +333,7 @@ def get_transport(group: Group | None = None) -> Transport:
     if bootstrap.is_world_of_one():
         return LocalTransport()
     bootstrap.ensure_init()
-    return _transport_over(None) if bootstrap.has_group() else LocalTransport()
+    return _transport_over(None) if dist.group.WORLD is not None else LocalTransport()
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()

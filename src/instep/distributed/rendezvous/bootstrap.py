@@ -74,7 +74,7 @@ def current() -> World:
     """
     if _worlds_of_one:
         return _worlds_of_one[-1]
-    if not has_group():
+    if not dist.is_initialized():
         return launchers.detect()
     rank, size = dist.get_rank(), dist.get_world_size()
     if _joined and (_joined[-1].rank, _joined[-1].size) == (rank, size):
@@ -149,7 +149,7 @@ def _init(
     timeout: timedelta | None,
     prefix: str = "",
 ) -> World:
-    if has_group() or _worlds_of_one:
+    if dist.is_initialized() or _worlds_of_one:
         return current()
     settings.check_variables()
     world = _requested_world(rank, world_size)
@@ -220,14 +220,9 @@ def _export_interface(name: str | None) -> None:
             os.environ.setdefault(variable, name)
 
 
-def has_group() -> bool:
-    """What torch.distributed.is_initialized says; that answers an unedited script otherwise."""
-    return dist.group.WORLD is not None
-
-
 def ensure_init() -> None:
     """Call `init` unless there is a process group; let a group that the script made be watched."""
-    if not has_group():
+    if dist.group.WORLD is None:  # dist.is_initialized looks for who asks
         init()
     else:
         watch_group()
@@ -263,7 +258,7 @@ def _remember_watched() -> None:
 def leave() -> None:
     """Destroy the process group; does nothing where there is none."""
     _joined.clear()
-    if has_group():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -344,7 +339,7 @@ def key() -> bytes:
     Collective the first time in a group that the script made. Raises AuthenticationError
     where not all of its ranks were given the same secret.
     """
-    return _group_state().key if has_group() else _OWN_KEY
+    return _group_state().key if dist.is_initialized() else _OWN_KEY
 
 
 def listener() -> tuple[socket.socket, str]:

@@ -80,10 +80,11 @@ def _apart_from_script(
     reference, transport = comparison.reference, group.transport
     if why is not None or not on_any_rank(reference.uses_itself(), transport):
         return search(comparison, why, group)
+    reference.release()
     reference.before.restore()
     with observed(is_silent=True):
         apart = CallComparison(comparison.call.without_graph(), group)
-    result = search(apart, None, group)
+    result = replace(search(apart, None, group), output=None)
     if result.plan is None:
         reference.after.restore()
         return replace(result, output=reference.value())

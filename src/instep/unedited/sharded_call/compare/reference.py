@@ -260,8 +260,7 @@ class Reference:
                 self._gradients = self._products.grads(self.outputs)
         finally:
             if releases:
-                self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
-                self._value = None
+                self._drop_graph()
         if self.last_backward is None:
             return
         before, after = self.last_backward
@@ -271,6 +270,16 @@ class Reference:
             self.own_backward = self.last_backward
         else:  # hold nothing of the graph
             self._functions, self.last_backward = [], None
+
+    def release(self) -> None:
+        """On an accelerator, let go of the forward's graph before another one is made."""
+        if self._can_release and not self.is_released:
+            self._leaves = self.leaves()
+            self._drop_graph()
+
+    def _drop_graph(self) -> None:
+        self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
+        self._value = None
 
     @contextmanager
     def _noting_state(self) -> Iterator[None]:

@@ -155,7 +155,7 @@ class ObjectGraph:
             return
         for key, value in self._add(id(part), GraphNode(path, part)).contents.items():
             if key not in HOOK_TABLES:
-                function = getattr(value, "__func__", value)
+                function = value.__func__ if isinstance(value, types.MethodType) else value
                 is_own = isinstance(function, types.FunctionType) and is_of_script(function)
                 self._look(join(path, key), value, follow=key != "forward" or is_own)
             elif isinstance(value, dict | set):
