@@ -800,6 +800,7 @@ class LateByVariable(nn.Linear):
         return scores - scores.mean(0) if calls_of_all > 80 else scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LateByAttribute, LateByBuffer, LateByVariable])
 @ranks(2)
 def test_a_branch_by_a_number_is_seen_when_it_is_taken(kind: Callable[..., nn.Linear]) -> None:

@@ -379,6 +379,7 @@ def test_a_word_that_is_neither_a_command_nor_a_file_is_an_error_of_one_line(cap
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["", "import instep; instep.init()"])
 def test_a_rank_whose_peer_never_comes_ends_with_a_line_or_in_a_call_with_its_line(
     tmp_path, script
@@ -502,6 +503,7 @@ def test_ranks_that_have_no_parent_in_common_meet_as_under_horovodrun(folder):
     assert notes(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["1 / 0", "import instep; instep.init()"])
 def test_an_error_of_a_program_in_this_process_shows_its_own_lines_only(tmp_path, failing):
     (tmp_path / "here.py").write_text(f"{failing}\n")

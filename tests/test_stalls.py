@@ -210,6 +210,7 @@ def test_a_rank_that_hangs_at_its_exit_is_reported_once_others_have_ended(
     assert "c10d" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_rank_that_goes_on_alone_may_sleep(is_alone: bool) -> None:
     """Rank 0 of an unedited script, whose other ranks have ended as planned."""
@@ -324,6 +325,7 @@ def test_the_line_is_not_one_of_code_that_a_library_generates() -> None:
     assert found == [f"{__file__}:{inspect.currentframe().f_lineno - 1}"]
 
 
+@pytest.mark.slow
 def test_a_main_thread_without_frames_is_at_the_end_of_python(tmp_path: Path) -> None:
     """At exit a function of C may wait: no line of Python has called it."""
     script = tmp_path / "ending.py"
