@@ -23,6 +23,8 @@ from instep.unedited.sharded_call.compare.other_arguments import autocast_cache_
 from pool import ranks
 from sharded_training import batches, sharding
 
+pytestmark = pytest.mark.slow
+
 SHARE = 1e-3
 """Of what a row gets from others; the limit for outputs in bfloat16 is 3e-2."""
 

@@ -21,6 +21,8 @@ from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import Around, sharding
 
+pytestmark = pytest.mark.slow
+
 rows_seen: Any = 0
 
 
