@@ -18,6 +18,8 @@ from oracle import Log, same_as_one_process
 from pool import ranks
 from sharded_training import Around, Training, sharding, train, unedited
 
+pytestmark = pytest.mark.slow
+
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
