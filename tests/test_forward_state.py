@@ -22,6 +22,8 @@ from instep.unedited.sharded_call.run.sharded_output import LARGE
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 class Initialized(nn.Module):
     """Its parameters come from its first batch, as those of ActNorm."""
