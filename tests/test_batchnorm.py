@@ -242,6 +242,13 @@ def test_ranks_may_compute_the_gradient_by_other_kernels():
 
 
 @ranks(2)
+def test_a_layer_without_channels_has_no_statistics():
+    x = torch.zeros(4, 0, 2, 2, requires_grad=True)
+    batch_norm(x, torch.zeros(0), torch.ones(0), training=True).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@ranks(2)
 def test_frozen_layers_do_not_talk():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())
     instep.replicate(model)

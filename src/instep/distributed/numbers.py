@@ -28,6 +28,10 @@ _OF_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: n
 class NumbersTransport(Protocol):
     """The part of a Transport that they need; `all_gather_bytes`, where it has that, is faster."""
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor."""
 
@@ -93,7 +97,8 @@ def gather(numbers: Numbers, transport: NumbersTransport) -> Numbers:
     if isinstance(numbers, Tensor):
         return torch.stack(transport.all_gather(numbers))
     if all_gather_bytes := getattr(transport, "all_gather_bytes", None):
-        return np.frombuffer(all_gather_bytes(numbers.tobytes())).reshape(-1, len(numbers))
+        gathered = np.frombuffer(all_gather_bytes(numbers.tobytes()))
+        return gathered.reshape(transport.size, len(numbers))
     return torch.stack(transport.all_gather(torch.from_numpy(numbers))).numpy()
 
 

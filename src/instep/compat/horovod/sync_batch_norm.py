@@ -45,6 +45,11 @@ class _NegotiatedTransport:
     One name is enough for all layers, since each of them waits for its collective.
     """
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return size()
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor."""
         return list(allgather(tensor.detach()[None], "sync_batch_norm.statistics"))
