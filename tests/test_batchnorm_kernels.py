@@ -14,7 +14,7 @@ from instep.training.normalization.torch_kernels import TORCH_KERNELS
 
 def in_c():
     found = cpu_kernels.cpu_kernels()
-    assert found is not None, "they are not built: pip install -e ."
+    assert found is not None, "not built: pip install -e ., with a C compiler and Python's headers"
     return found
 
 
