@@ -1205,25 +1205,27 @@ def test_it_can_be_asked_for_by_device(tmp_path):
     assert launch(tmp_path, 2, join_by_device) == ["(True, [2.0, 2.0])"] * 2
 
 
-def test_a_rank_whose_core_another_process_takes_sleeps_from_then_on(monkeypatch):
+def test_a_rank_whose_core_another_process_takes_sleeps_until_that_is_a_small_share(monkeypatch):
     memory = memoryview(bytearray(2 * BYTES_PER_RANK))
     peers = [Peer.of_this_process(rank) for rank in range(2)]
     first, second = (Signals(memory, r, peers, lambda: timedelta(seconds=30)) for r in range(2))
-    slept, gave_away = [], []
+    now, waited = 100.0, ""
 
-    def sleep(_seconds):
-        slept.append(None)
-        if len(slept) % 3 == 0:
+    def sleep(seconds):
+        nonlocal now, waited
+        now, waited = now + seconds, waited + "s"
+        if waited.endswith("sss"):
             second.barrier(signature_of("barrier"))
 
     def give_away_a_slice():
-        gave_away.append(None)
-        until = time.monotonic() + 0.001
-        while time.monotonic() < until:
-            pass
+        nonlocal now, waited
+        now, waited = now + 0.001, waited + "y"
 
     monkeypatch.setattr(os, "sched_yield", give_away_a_slice)
     monkeypatch.setattr(time, "sleep", sleep)
-    first.barrier(signature_of("barrier"))
-    first.barrier(signature_of("barrier"))
-    assert (len(gave_away), len(slept)) == (1, 6)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for seconds in (0, 0, 0.015, 0.01):  # a twentieth of 20 milliseconds was lost
+        now += seconds
+        first.barrier(signature_of("barrier"))
+        waited += " "
+    assert waited == "ysss sss sss ysss "

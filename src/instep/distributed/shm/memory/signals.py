@@ -8,6 +8,7 @@ Python has no fences, so there the backend is not used (docs/shm.md).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import zlib
@@ -37,12 +38,14 @@ _LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
 _YIELD_SECONDS = 0.002
-_LOST_SECONDS, _BUSY_SECONDS = 0.0002, 1.0
-"""Where a yield takes so long, another process had the core; and for so long nothing yields again.
-A yield gives away a whole time slice (milliseconds), a sleep ends when it should."""
+_LOST_SECONDS, _LOST_SHARE = 0.0002, 0.05
+"""Where a yield takes so long, another process had the core: a yield gives away a whole time slice
+(milliseconds), a sleep ends when it should. Nothing yields again until what was lost is no more
+than this share of the time since then."""
 _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
+_PR_SET_TIMERSLACK = 29
 _CHECK_SECONDS = 0.1
 _DESCRIBE_SECONDS = 20.0
 TAG_BITS = 24
@@ -100,6 +103,8 @@ class Signals:
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
         self._busy_until = 0.0
+        # Linux may add 50 microseconds to a thread's sleeps, unless it says how many nanoseconds.
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     @property
     def ranks(self) -> list[int]:
@@ -144,8 +149,9 @@ class Signals:
             now = time.monotonic()
             if now < yields_until:
                 os.sched_yield()
-                if time.monotonic() - now > _LOST_SECONDS:
-                    yields_until, self._busy_until = now, now + _BUSY_SECONDS
+                lost = time.monotonic() - now
+                if lost > _LOST_SECONDS:
+                    yields_until, self._busy_until = now, now + lost / _LOST_SHARE
                 continue
             time.sleep(sleep)
             if now - began > _LATE_SECONDS:
