@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.process.patching import PatchHandle
+from instep.unedited.optimizer_steps import fused_kernels
 from instep.unedited.optimizer_steps.fused_kernels import adam
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 
@@ -38,6 +39,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return original(*args, **kwargs)
 
         monkeypatch.setattr(torch, name, kernel)
+    monkeypatch.setattr(fused_kernels, "_FEWEST_ELEMENTS", 1)
     with PatchHandle(OPTIMIZER_PATCHES):
         yield calls
 
@@ -94,6 +96,13 @@ def test_capturable_is_for_accelerators_as_ever(kernels) -> None:
 def test_sgd_without_momentum_has_no_need_of_a_kernel(kernels) -> None:
     train(torch.optim.SGD, {"weight_decay": 0.1}, small_model())
     assert not kernels
+
+
+@pytest.mark.parametrize("width", [16, 256])
+def test_a_small_model_of_sgd_has_its_loops(kernels, monkeypatch, width) -> None:
+    monkeypatch.setattr(fused_kernels, "_FEWEST_ELEMENTS", 256 * 256)
+    train(torch.optim.SGD, {"momentum": 0.9}, nn.Linear(width, 256))
+    assert len(kernels) == (5 if width == 256 else 0)
 
 
 def test_a_parameter_that_gets_its_first_gradient_later_is_left_to_the_loops(kernels) -> None:

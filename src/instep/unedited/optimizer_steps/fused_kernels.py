@@ -22,6 +22,8 @@ from instep.unedited.optimizer_steps import divided_steps
 
 _DTYPES = (torch.float32, torch.float64)
 """With fewer bits the loops round after each operation, and the kernels once."""
+_FEWEST_ELEMENTS = 1 << 16
+"""Of a step of SGD that its fused kernel makes."""
 _OF_SCALER = ("grad_scale", "found_inf")
 _FLAGS = ("capturable", "differentiable", "has_sparse_grad")
 _NUMBERS = ("lr", "beta1", "beta2", "alpha", "momentum", "weight_decay", "eps")
@@ -47,10 +49,13 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
     """torch.optim.sgd.sgd, which SGD calls in a step with the lists of parameters, gradients and
     momentum buffers; these are None before the first step, which writes them into the list.
 
-    Without momentum the loop goes through memory as often as the kernel.
+    Without momentum the loop goes through memory as often as the kernel. Of few elements, looking
+    at the tensors takes longer than the kernel saves.
     """
-    is_fused = _is_open(options) and bool(options.get("momentum"))
-    is_worth_it = is_fused or are_many([each for each in lists[0] if each is not None])
+    parameters = [each for each in lists[0] if each is not None]
+    elements = sum(parameter.numel() for parameter in parameters)
+    is_fused = _is_open(options) and bool(options.get("momentum")) and elements >= _FEWEST_ELEMENTS
+    is_worth_it = is_fused or are_many(parameters)
     if not (is_worth_it and _is_plain(options) and _has_sgd_kernel(lists)):
         return original(*lists, **options)
     return _step(original, lists, options, is_fused)
