@@ -13,10 +13,11 @@ from weakref import WeakSet, finalize
 
 import numpy as np
 
-_ORDER = (False, True, True, False, False, True)
-"""Which of the timed steps are sharded: both sorts are early and late, at odd and even places."""
-_ENOUGH, _CLEAR = 2, 1.5
+_FEWEST, _CLEAR = 2, 1.5
 """After so many steps of each sort it is chosen where all of one cost so many times the other's."""
+_ENOUGH, _CLOSE, _MOST = 3, 1.25, 7
+"""After so many by their medians. Where these are within this factor of the limit, and not all
+steps are on the same side of it, after so many: beside other work steps vary by a fifth."""
 MARGIN = 0.95
 """What is not in use must cost less than this share of what is."""
 FIRST_CALLS = 100
@@ -100,7 +101,8 @@ class CallTuner:
 
     def next_is_sharded(self) -> bool:
         """How the next timed step is to be computed."""
-        return _ORDER[sum(map(len, self._costs.values()))]
+        steps = sum(map(len, self._costs.values()))
+        return steps % 4 in (1, 2)  # both sorts early and late, at odd and even places
 
     def needs_bits(self) -> bool:
         """Whether the bits of the next whole call are to be compared, as it may be chosen."""
@@ -118,23 +120,25 @@ class CallTuner:
         if same_bits is not None:
             self.may_be_whole = same_bits
             self._stays = not same_bits
-        whole_costs, sharded_costs = self._costs[False], self._costs[True]
-        if self._stays:
-            self._decide(sharded=True)
-            return
-        steps = min(len(whole_costs), len(sharded_costs))
-        if steps < _ENOUGH:
-            return
-        if _CLEAR * max(sharded_costs) < min(whole_costs):
-            choice = True
-        elif _CLEAR * max(whole_costs) < min(sharded_costs):
-            choice = False
-        elif steps < len(_ORDER) / 2:
-            return
-        else:
-            ratio = median(sharded_costs) / (median(whole_costs) or 1.0)
-            choice = ratio * MARGIN < 1 if self.is_sharded else ratio < MARGIN
-        self._decide(sharded=choice or not self.may_be_whole)
+        choice = True if self._stays else self._choice()
+        if choice is not None:
+            self._decide(sharded=choice or not self.may_be_whole)
+
+    def _choice(self) -> bool | None:
+        """Whether the steps so far speak for sharding; None: they are too few."""
+        whole, sharded = self._costs[False], self._costs[True]
+        steps = min(len(whole), len(sharded))
+        if steps < _FEWEST:
+            return None
+        if _CLEAR * max(sharded) < min(whole):
+            return True
+        if _CLEAR * max(whole) < min(sharded):
+            return False
+        limit = 1 / MARGIN if self.is_sharded else MARGIN
+        gain = limit * median(whole) / (median(sharded) or 1.0)
+        are_apart = max(sharded) < limit * min(whole) or min(sharded) > limit * max(whole)
+        is_clear = are_apart or not 1 / _CLOSE < gain < _CLOSE
+        return gain > 1 if steps >= (_ENOUGH if is_clear else _MOST) else None
 
     def _decide(self, *, sharded: bool) -> None:
         self.is_sharded, self.is_decided, self.step = sharded, True, None
