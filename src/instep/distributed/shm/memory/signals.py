@@ -38,10 +38,10 @@ _LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
 _YIELD_SECONDS = 0.002
-_LOST_SECONDS, _LOST_SHARE = 0.0002, 0.05
+_LOST_SECONDS, _LOST_TIMES, _BUSY_SECONDS = 0.0002, 20, 1.0
 """Where a yield takes so long, another process had the core: a yield gives away a whole time slice
-(milliseconds), a sleep ends when it should. Nothing yields again until what was lost is no more
-than this share of the time since then."""
+(milliseconds), a sleep ends when it should. For so many times as long nothing yields again, and
+for twice as long each time that it is soon lost again, up to a second."""
 _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
@@ -102,7 +102,7 @@ class Signals:
         """The number of barriers that this rank has entered."""
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
-        self._busy_until = 0.0
+        self._busy_until = self._busy_seconds = 0.0
         # Linux may add 50 microseconds to a thread's sleeps, unless it says how many nanoseconds.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
@@ -149,9 +149,9 @@ class Signals:
             now = time.monotonic()
             if now < yields_until:
                 os.sched_yield()
-                lost = time.monotonic() - now
-                if lost > _LOST_SECONDS:
-                    yields_until, self._busy_until = now, now + lost / _LOST_SHARE
+                if (lost := time.monotonic() - now) > _LOST_SECONDS:
+                    yields_until = now
+                    self._note_loss(now, lost)
                 continue
             time.sleep(sleep)
             if now - began > _LATE_SECONDS:
@@ -160,6 +160,13 @@ class Signals:
             if now >= next_check:
                 next_check = now + _CHECK_SECONDS
                 self._check_peers(word, signature, now - began, timeout)
+
+    def _note_loss(self, now: float, lost: float) -> None:
+        """Another process had the core for `lost` seconds."""
+        is_soon = now - self._busy_until < self._busy_seconds
+        busy = 2 * self._busy_seconds if is_soon else _LOST_TIMES * lost
+        self._busy_seconds = min(busy, _BUSY_SECONDS)
+        self._busy_until = now + self._busy_seconds
 
     def _has_arrived(self, index: int, word: int, signature: CollectiveSignature) -> bool:
         seen = self._words[index]
