@@ -32,6 +32,7 @@ from instep.unedited.sharded_call.one_process.process_choice import (
     Phase,
     ProcessChoice,
 )
+from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
 
 NIGHTLY = pytest.mark.nightly
 RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
@@ -55,7 +56,7 @@ def steps(choice: ProcessChoice, count: int, *, divided: bool = True, calls: int
             choice.add_call(has_grad=True)
             if divided and choice.phase is Phase.SHARED:
                 choice.add_divided()
-        choice.add_step(trials=0)
+        choice.add_step(slow_calls=0)
 
 
 def pair(choice: ProcessChoice, ratio: float, calls: Sequence[int] = (1, 1)) -> None:
@@ -122,13 +123,13 @@ def test_phases_that_do_not_compare_do_not_count() -> None:
 
 def test_a_phase_with_a_trial_does_not_count() -> None:
     choice = measuring()
-    choice.add_step(trials=1)
+    choice.add_step(slow_calls=1)
     while not choice.is_phase_over:
-        choice.add_step(trials=1)
+        choice.add_step(slow_calls=1)
     choice.finish_phase(1.0)
     choice.finish_drain()
     while not choice.is_phase_over:
-        choice.add_step(trials=1)
+        choice.add_step(slow_calls=1)
     choice.finish_phase(5.0)
     assert choice.is_measuring
     assert choice.phase is Phase.SHARED
@@ -155,7 +156,7 @@ def test_phases_hold_equally_many_evaluations() -> None:
             choice.add_divided()
             clock += 5 * seconds[choice.phase]
         choice.add_call(has_grad=True)
-        choice.add_step(trials=0)
+        choice.add_step(slow_calls=0)
         clock += seconds[choice.phase]
         if choice.phase is Phase.WHOLE:
             choice.finish_drain()
@@ -538,3 +539,46 @@ def test_ranks_that_take_more_time_than_one_process_end(
     _, *states = torch.load(tmp_path / "several/files" / last)
     assert several.stdout == printed
     torch.testing.assert_close(states, expected, rtol=1e-9, atol=1e-11)
+
+
+WATCHED = """
+import sys
+import torch
+from torch import nn
+from instep.unedited.sharded_call.one_process.process_choice import ProcessChoice
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+
+CallTuner.is_due = CallTuner.has_chosen_whole = property(lambda tuner: False)
+begin = ProcessChoice.begin
+def said(choice, **options):
+    print("measures after", choice._steps, file=sys.stderr)
+    begin(choice, **options)
+ProcessChoice.begin = said
+
+class Branching(nn.Linear):
+    limit = 1000.0
+    def forward(self, x):
+        if self.limit < 0:
+            x = x / x.mean()
+        return super().forward(x)
+
+torch.manual_seed(0)
+model = {"Linear": nn.Linear, "Branching": Branching}[sys.argv[1]](8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(90):
+    x = torch.randn(16, 8)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("model", "first"), [("Linear", 16), ("Branching", WATCHED_CALLS)])
+def test_nothing_is_measured_while_calls_are_watched(tmp_path, model, first):
+    script = tmp_path / "script.py"
+    script.write_text(WATCHED)
+    env = {**os.environ, "INSTEP_DIVIDE": "auto"}
+    command = [*RUN, str(script), model]
+    ran = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=True)
+    measured = [line.split()[-1] for line in ran.stderr.splitlines() if "measures after" in line]
+    assert first <= int(measured[0]) < first + 24

@@ -81,7 +81,7 @@ def module_call(original: Function) -> Function:
         else:
             output = _call(original, module, args, kwargs)
         if fallback.ends_in_call:
-            fallback.end_backward(decision_counts.trials)
+            fallback.end_backward(decision_counts.slow)
         return output
 
     return forward

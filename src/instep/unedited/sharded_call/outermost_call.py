@@ -19,6 +19,7 @@ from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
 from instep.unedited.sharded_call.plan.module_properties import (
     caches_weights,
     find_gpu_state,
@@ -160,6 +161,7 @@ def _run_planned(
         return run_timed(call, plan, tuner, group)
     had_zeros = not plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
     if had_zeros or entry.is_watched(call, plan, group):
+        decision_counts.watched += entry.calls <= WATCHED_CALLS
         return _conclude(entry, call.module, run_watched(call, plan, entry.flow, group))
     plan, output = run_sharded(call, plan, group)
     return CallResult(output, plan)

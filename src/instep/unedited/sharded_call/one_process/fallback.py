@@ -90,16 +90,16 @@ class Fallback:
         """A call was divided."""
         self._choice.add_divided()
 
-    def end_backward(self, trials: int) -> None:
+    def end_backward(self, slow_calls: int) -> None:
         """A `backward()` of the script has ended, in its main thread, or the outermost call in
-        which some did; `trials`: the calls that were compared or timed so far. Collective where
-        something is due."""
+        which some did; `slow_calls`: those that were compared, timed or watched so far.
+        Collective where something is due."""
         choice = self._choice
         self.ends_in_call = False
         if step_counts.divided != self._divided_steps:
             self._divided_steps = step_counts.divided
             choice.add_divided()
-        choice.add_step(trials)
+        choice.add_step(slow_calls)
         if choice.phase is Phase.WHOLE:
             self._drain()
         elif choice.is_warmed_up:

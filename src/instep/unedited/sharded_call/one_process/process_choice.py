@@ -71,7 +71,7 @@ class ProcessChoice:
     _steps: int = 0
     _last_divided: int = 0
     _last_trial: int = 0
-    _trials: int = 0
+    _slow_calls: int = 0
     _next: int = FIRST_MEASURE
     _length: int = 0
     """Timed steps of the phase under way; 0: none is timed."""
@@ -141,12 +141,13 @@ class ProcessChoice:
         """A call was divided, or an optimizer's step."""
         self._last_divided = self._steps
 
-    def add_step(self, trials: int) -> None:
-        """A `backward()` has ended; `trials`: the calls that were compared or timed so far."""
+    def add_step(self, slow_calls: int) -> None:
+        """A `backward()` has ended; `slow_calls`: those that were compared, timed or watched
+        so far."""
         self._steps += 1
         self._in_phase += 1
-        if trials != self._trials:
-            self._trials, self._last_trial, self._has_trial = trials, self._steps, True
+        if slow_calls != self._slow_calls:
+            self._slow_calls, self._last_trial, self._has_trial = slow_calls, self._steps, True
         if self.is_warmed_up:
             self._calls.clear()
         if not self.is_measuring and self._steps - self._last_divided >= WHOLE_STEPS:

@@ -33,7 +33,7 @@ _WHOLE_NUMBERS = "biu"
 """The kinds of numpy's types of truth values and integers."""
 _MAX_READINGS = 64
 """After so many different readings that were compared, others call for no comparison."""
-_FIRST_CALLS, _INTERVAL = 64, 32
+WATCHED_CALLS, _INTERVAL = 64, 32
 """So many calls are watched, and then one of so many."""
 _PROLOGUE = ("RESUME", "MAKE_CELL", "COPY_FREE_VARS", "RETURN_GENERATOR")
 
@@ -56,7 +56,9 @@ class ControlFlow:
     def is_watched(self, calls: int, *, may_change: bool = False) -> bool:
         """Whether this call is to be traced; `calls`: how many there were; `may_change`: whether
         it may be another for a reason that is not in the code."""
-        return (self.may_change or may_change) and (calls <= _FIRST_CALLS or calls % _INTERVAL == 0)
+        return (self.may_change or may_change) and (
+            calls <= WATCHED_CALLS or calls % _INTERVAL == 0
+        )
 
     def has_compared(self, readings: int | None) -> bool:
         """Whether a call was compared in which each rank has read what it reads now; `readings`: a

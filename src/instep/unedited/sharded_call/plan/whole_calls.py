@@ -43,6 +43,13 @@ class DecisionCounts:
     """Those that are not known, or not for good, to be computed whole."""
     trials: int = 0
     """Those that were compared or timed."""
+    watched: int = 0
+    """Those of a module's first calls that were watched, which takes longer."""
+
+    @property
+    def slow(self) -> int:
+        """Those that took longer than later ones will."""
+        return self.trials + self.watched
 
 
 decision_counts = DecisionCounts()

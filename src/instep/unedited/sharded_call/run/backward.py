@@ -84,7 +84,7 @@ def backward(
     if call_state.inside or call_state.whole_depth:
         fallback.ends_in_call = True
     else:
-        fallback.end_backward(decision_counts.trials)
+        fallback.end_backward(decision_counts.slow)
 
 
 def _run(
