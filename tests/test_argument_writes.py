@@ -131,6 +131,24 @@ def test_what_is_written_further_inside_is_computed_whole(
     assert features["kept"] == [4] or features["nested"]["y"] is y
 
 
+def set_attribute(features: Any, y: Tensor) -> Tensor:
+    features.rows = len(y)
+    return y
+
+
+@ranks(2)
+def test_what_is_written_into_the_attributes_of_a_dict_is_computed_whole() -> None:
+    model, seen = Writing(set_attribute), []
+    with sharding() as log:
+        for _ in range(3):
+            features = Features(x=torch.ones(4, 4))
+            features.rows = 0  # type: ignore[attr-defined]
+            model(features)
+            seen.append(features.rows)  # type: ignore[attr-defined]
+    assert instep.rank != 0 or "Writing whole: its forward changes its arguments." in log.getvalue()
+    assert seen == [4, 4, 4]
+
+
 @ranks(2)
 def test_a_forward_that_begins_to_write_later() -> None:
     late = {"from": 3}

@@ -63,17 +63,19 @@ class ArgumentWatch:
         self._arguments = [*args, *kwargs.values()]
         self._dicts = _dicts(self._arguments)
         self._given = [dict(each.items()) for each in self._dicts]
+        self._plain = list(map(_plain_attributes, self._dicts))
         self._rest = [ValueSnapshot(value) for value in self._watched() if _is_mutable(value)]
 
     def _watched(self) -> list[Any]:
-        """All but the items of the dicts."""
+        """All but the dicts."""
         others = [each for each in self._arguments if not _is_open(each)]
         inside = chain.from_iterable(given.values() for given in self._given)
-        return [*others, *inside, [_plain_attributes(each) for each in self._dicts]]
+        return [*others, *inside]
 
     def has_other_changes(self) -> bool:
         """Whether something else was changed than items of the dicts."""
-        return not all(snapshot.is_current() for snapshot in self._rest)
+        has_attributes = self._plain == list(map(_plain_attributes, self._dicts))
+        return not (has_attributes and all(snapshot.is_current() for snapshot in self._rest))
 
     def result(self, output: Any, found: Sequence[AttributePlace] = ()) -> Any:
         """`output`, or `Written` where items were changed, or the call's module keeps tensors in
