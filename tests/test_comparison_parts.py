@@ -77,7 +77,7 @@ def test_a_buffer_is_as_far_from_another_as_its_own_norm_says() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("seen", torch.tensor([0.3, 0.4]))
     module.running_var = torch.tensor([9.0, 16.0])
-    call = BoundCall.of(nn.Module.__call__, module, (), {})
+    call = BoundCall.of(nn.Module.__call__, [module], (), {})
     expected = Snapshot(call)
     module.seen += torch.tensor([0.0, 0.1])
     module.running_mean += torch.tensor([0.0, 0.1])  # beside a mean of zero

@@ -872,6 +872,9 @@ class Bucket:
     def last_small_grad(self) -> None:
         """It has none."""
 
+    def reset(self) -> None:
+        assert self.written
+
 
 def test_sums_travel_as_soon_as_all_calls_have_brought_their_parts() -> None:
     """In one order on all ranks, while backward goes on."""
@@ -882,20 +885,20 @@ def test_sums_travel_as_soon_as_all_calls_have_brought_their_parts() -> None:
         types.SimpleNamespace(buckets=[twice]),
     ]
     check = FiniteCheck((), None, 0)
-    backward = grad_sums.BucketedBackward(calls, get_transport(), check)
+    backward = grad_sums.BucketedBackward((), calls, get_transport(), check)
 
     def started() -> list[bool]:
         return [bucket.started for bucket in buckets]
 
-    for bucket in buckets[1::-1]:
-        backward.finish_call(bucket)
-        assert started() == [False] * 4
-    backward.finish_call(buckets[0])
-    assert started() == [True, True, False, False]
-    for bucket in buckets[2:]:
-        backward.finish_call(bucket)
+    with backward:
+        for bucket in buckets[1::-1]:
+            backward.finish_call(bucket)
+            assert started() == [False] * 4
+        backward.finish_call(buckets[0])
         assert started() == [True, True, False, False]
-    backward.finish()
+        for bucket in buckets[2:]:
+            backward.finish_call(bucket)
+            assert started() == [True, True, False, False]
     assert started() == [True] * 4
     assert all(bucket.written for bucket in buckets)
 

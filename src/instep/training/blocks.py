@@ -6,7 +6,8 @@ Rank r of N holds the contiguous block [r*n//N, (r+1)*n//N) of a batch of n samp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from torch import Tensor
@@ -24,17 +25,17 @@ class Block:
     size: int
     total: int
 
-    @property
+    @cached_property
     def start(self) -> int:
         """The rank's first sample."""
         return self.rank * self.total // self.size
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """The first sample after the rank's."""
         return (self.rank + 1) * self.total // self.size
 
-    @property
+    @cached_property
     def count(self) -> int:
         """The number of the rank's samples, which can be 0."""
         return self.stop - self.start
@@ -51,11 +52,17 @@ class Block:
 
     def fractions(self) -> tuple[float, ...]:
         """The fractions of all ranks."""
-        return tuple(replace(self, rank=r).fraction for r in range(self.size))
+        return tuple(block.fraction for block in blocks_of(self.size, self.total))
 
     def slice(self, batch: list[T]) -> list[T]:
         """The rank's samples; for an empty block one placeholder, which must leave no trace."""
         return batch[:1] if self.is_empty else batch[self.start : self.stop]
+
+
+@lru_cache(maxsize=64)
+def blocks_of(size: int, total: int) -> tuple[Block, ...]:
+    """The blocks of all ranks."""
+    return tuple(Block(rank, size, total) for rank in range(size))
 
 
 def is_record(value: object) -> bool:

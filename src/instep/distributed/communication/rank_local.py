@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 
 class _Depth(threading.local):
+    """In how many rank-local sections each thread is."""
+
     value = 0
+
+    def __enter__(self) -> None:
+        self.value += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.value -= 1
 
 
 _depth = _Depth()
 
 
-@contextmanager
-def rank_local() -> Iterator[None]:
+def rank_local() -> AbstractContextManager[None]:
     """Inside, this thread may do different work than the other ranks."""
-    _depth.value += 1
-    try:
-        yield
-    finally:
-        _depth.value -= 1
+    return _depth
 
 
 def is_rank_local() -> bool:

@@ -42,7 +42,10 @@ class InPlaceBucket(GradBucket):
     def add(self, index: int, grad: Tensor) -> None:
         if index in self.filled:
             grad = self._grads[index] + grad
-        self._grads[index] = _with_layout_of(self._parameters[index], grad)
+        parameter = self._parameters[index]
+        if not (grad.is_contiguous() and parameter.is_contiguous()):
+            grad = _with_layout_of(parameter, grad)
+        self._grads[index] = grad
         self.filled.add(index)
 
     def add_accumulated(self, index: int) -> None:
@@ -61,8 +64,7 @@ class InPlaceBucket(GradBucket):
         """Autograd adds it to what is in `.grad`."""
 
     def separate(self, storages: set[int]) -> None:
-        for index in self.filled:
-            grad = self.own_grad(index)
+        for index, grad in self._filled_grads().items():
             storage = grad.untyped_storage()
             pointer = storage.data_ptr()
             if pointer in storages or storage.nbytes() != grad.nbytes:
@@ -71,9 +73,10 @@ class InPlaceBucket(GradBucket):
 
     def _start(self, transport: Transport) -> None:
         self._flags = self._trailer.clone()
+        own = self._filled_grads()
         for k, slot in enumerate(self.layout.slots):
-            if slot.index in self.filled:
-                self._totals.append(self.own_grad(slot.index))
+            if slot.index in own:
+                self._totals.append(own[slot.index])
             else:
                 self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
                 self._flags[k] = 0
@@ -89,6 +92,10 @@ class InPlaceBucket(GradBucket):
     def own_grad(self, index: int) -> Tensor:
         grad = self._grads.get(index)
         return self._accumulated(index) if grad is None else grad
+
+    def _filled_grads(self) -> dict[int, Tensor]:
+        missing = [index for index in self.filled if index not in self._grads]
+        return {**self._grads, **{index: self._accumulated(index) for index in missing}}
 
     def reset(self) -> None:
         super().reset()
@@ -107,8 +114,6 @@ class InPlaceBucket(GradBucket):
 
 def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """`grad`, or a copy of it, in the parameter's order in memory."""
-    if grad.is_contiguous() and parameter.is_contiguous():
-        return grad
     steps = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
     if all(size == 1 or mine == its for size, mine, its in steps):
         return grad

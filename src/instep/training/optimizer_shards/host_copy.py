@@ -244,7 +244,7 @@ def _count_fork() -> None:
 
 def are_many(parameters: Sequence[Tensor]) -> bool:
     """Whether one copy of parameters pays; the same on all ranks."""
-    return sum(parameter.numel() for parameter in parameters) >= FEWEST_ELEMENTS
+    return sum(map(Tensor.numel, parameters)) >= FEWEST_ELEMENTS
 
 
 def _are_near(transport: Transport) -> bool:

@@ -106,9 +106,10 @@ def _have_flat_states(lists: Sequence[Sequence[Tensor]]) -> bool:
     if len(lists) != 6 or not _are_different(lists[0]):
         return False
     *by_element, steps = lists
-    return all(
-        isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32 for step in steps
-    ) and all(_are_alike(*each) for each in zip(*filter(None, by_element), strict=True))
+    for step in steps:
+        if not (isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32):
+            return False
+    return _are_all_alike(list(filter(None, by_element)))
 
 
 def _has_sgd_kernel(lists: Sequence[Sequence[Tensor | None]]) -> bool:
@@ -119,18 +120,25 @@ def _has_sgd_kernel(lists: Sequence[Sequence[Tensor | None]]) -> bool:
         lists = given
     elif any(buffer is None for buffer in buffers):
         return False
-    return all(_are_alike(*each) for each in zip(*lists, strict=True))
+    return _are_all_alike(lists)
 
 
-def _are_alike(parameter: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel can go through these as if they were flat."""
-    dtype, stride = parameter.dtype, parameter.stride()
-    for other in others:
-        if not (
-            other.is_cpu
-            and other.dtype is dtype
-            and other.layout is torch.strided
-            and other.stride() == stride
-        ):
+def _are_all_alike(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether a kernel can go through each parameter, and what the other lists have for it, as if
+    they were flat."""
+    # In every step, for every parameter: one loop, without calls.
+    for parameter, *others in zip(*lists, strict=True):
+        dtype, stride = parameter.dtype, parameter.stride()
+        if dtype not in _DTYPES:
             return False
-    return dtype in _DTYPES and is_dense(parameter)
+        for other in others:
+            if not (
+                other.is_cpu
+                and other.dtype is dtype
+                and other.layout is torch.strided
+                and other.stride() == stride
+            ):
+                return False
+        if not (parameter.is_contiguous() or is_dense(parameter)):
+            return False
+    return True

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import is_rank_local
-from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process import in_main_thread
 from instep.process.patching import Function
@@ -25,14 +24,16 @@ from instep.unedited.sharded_call.plan.division import has_rows
 from instep.unedited.sharded_call.plan.module_properties import (
     has_parameters,
     has_work,
-    ignore_grad_warnings,
+    ignored_grad_warnings,
+    is_compiled,
+    parts_of,
 )
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import call_state, is_in_backward
 from instep.unedited.sharded_call.run.whole_state import note_whole_call
-from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_group import GroupOfWorld
 from instep.unedited.sharded_call.whole_report import report_whole, reset_reported
 
 _NESTED = WholeReason(
@@ -57,6 +58,8 @@ def module_call(original: Function) -> Function:
     Where that cannot be, the module's parts are, unless they are single layers with little work.
     """
 
+    group = GroupOfWorld()
+
     @functools.wraps(original)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -71,7 +74,7 @@ def module_call(original: Function) -> Function:
             return original(module, *args, **kwargs)
         fallback = None if call_state.whole_depth else current_fallback()
         if fallback is None:
-            return _call(original, module, args, kwargs)
+            return _call(original, module, args, kwargs, group)
         if fallback.is_measuring:
             fallback.add_call()
         if fallback.computes_whole:
@@ -79,7 +82,7 @@ def module_call(original: Function) -> Function:
             with call_state.calling():
                 output = original(module, *args, **kwargs)
         else:
-            output = _call(original, module, args, kwargs)
+            output = _call(original, module, args, kwargs, group)
         if fallback.ends_in_call:
             fallback.end_backward(decision_counts.slow)
         return output
@@ -88,25 +91,40 @@ def module_call(original: Function) -> Function:
 
 
 def _call(
-    original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Function,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: GroupOfWorld,
 ) -> Any:
     if (known := whole_calls.find(module, args, kwargs)) is not None:
         return _run_known_whole(known, original, module, args, kwargs)
-    if not has_parameters(module):
+    parts = parts_of(module)
+    if not has_parameters(parts):
         return original(module, *args, **kwargs)
     if peek_interpreter_stack() is not None:
         return _run_whole_with_parts(_TRANSFORMED, original, module, args, kwargs)
     if is_in_forward_ad():
         return _run_whole_with_parts(_FORWARD_AD, original, module, args, kwargs)
-    call = BoundCall.of(original, module, args, kwargs)
+    call = BoundCall.of(original, parts, args, kwargs)
     if any(tensor.is_nested for tensor in call.tensors):
         return _run_whole_with_parts(_NESTED, original, module, args, kwargs)
     has_tensors = any(isinstance(leaf, Tensor | np.ndarray) for leaf in call.leaves)
     if not (has_tensors or any(map(has_rows, call.leaves))):
         return original(module, *args, **kwargs)
-    name = "forward" if torch.is_grad_enabled() else "evaluation"
-    with call_state.calling(), ignore_grad_warnings(call.parts), phase(name):
-        return call_outermost(call, ShardGroup.of(get_transport()))
+    if not is_compiled(parts):
+        return _run_outermost(call, group)
+    with ignored_grad_warnings():
+        return _run_outermost(call, group)
+
+
+def _run_outermost(call: BoundCall, group: GroupOfWorld) -> Any:
+    call_state.inside = True
+    try:
+        with phase("forward" if torch.is_grad_enabled() else "evaluation"):
+            return call_outermost(call, group.now())
+    finally:
+        call_state.inside = False
 
 
 def _run_whole_with_parts(

@@ -101,7 +101,7 @@ class CallComparison:
 
     def read_as(self, call: BoundCall) -> None:
         """Divide the arguments as they are read in this one of the same calls."""
-        self.call = self.reference.call = replace(call, kept=self.call.kept)
+        self.call = self.reference.call = call.keeping(self.call.kept)
 
     def accept_rounding(self, plan: ShardingPlan) -> None:
         """With this plan it is the same in a higher precision; its own may round as it does."""

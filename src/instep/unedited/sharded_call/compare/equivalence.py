@@ -156,7 +156,7 @@ def verify_plan(
 ) -> CallResult:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
     Collective."""
-    comparison, why = _begin(replace(call, kept=plan.kept), group)
+    comparison, why = _begin(call.keeping(plan.kept), group)
     if why is None and on_any_rank(comparison.reference.kept != plan.kept, group.transport):
         why = _KEEPS_TENSORS if comparison.reference.begins_to_keep else None
         why = first_reason(why, group.transport)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -125,7 +124,7 @@ class Reference:
         found = forward.attributes.find()
         self.kept = tuple(dict.fromkeys((*call.kept, *found)))
         """The attributes that it has set to tensors, and those that it is known to set."""
-        self.call = replace(call, kept=self.kept)
+        self.call = call.keeping(self.kept)
         """The call, with these."""
         self.begins_to_keep = not all(map(has_only_tensors, map(self._value_before, found)))
         """Whether some of these had no tensors before."""

@@ -54,7 +54,7 @@ def run_watched(
         )
     if found is not None:
         planned, output = found
-        values = with_tensor_attributes(output, replace(call, kept=planned.kept))
+        values = with_tensor_attributes(output, call.keeping(planned.kept))
         readings = _other_readings(trace, group)
         is_new = effects.first or trace.is_new or not flow.has_compared(readings)
         is_new = is_new or _has_first_values(planned, values)

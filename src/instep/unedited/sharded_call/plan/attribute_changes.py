@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -70,13 +70,19 @@ class _Table:
         self.length = len(where) if length else -1
         self.values = self.get(where)
 
-    def has_changed(self) -> bool:
-        """Whether anything is not as it was."""
-        return self.get(self.where) != self.values or self.is_resized()
-
     def is_resized(self) -> bool:
         """Whether there are more or fewer values."""
-        return self.length >= 0 and self.length != len(self.where)
+        return 0 <= self.length != len(self.where)
+
+
+def _changed(tables: Iterable[_Table]) -> list[_Table]:
+    """Those of which anything is not as it was."""
+    # Before and after every call, for every module: no call for each table.
+    return [
+        table
+        for table in tables
+        if table.get(table.where) != table.values or 0 <= table.length != len(table.where)
+    ]
 
 
 class _Items:
@@ -102,7 +108,7 @@ class _Items:
             return True
         if isinstance(self.items, frozenset):
             return bool(self.where != self.items)
-        return any(now is not item for now, item in zip(self.where, self.items, strict=False))
+        return not all(map(is_, self.where, self.items))
 
 
 class _Counters:
@@ -196,7 +202,7 @@ class AttributeChanges:
                 items.update()
                 found[*items.key, "items"] = _OTHER_OBJECT
         try:
-            changed = [table for table in self._tables if table.has_changed()]
+            changed = _changed(self._tables)
             resized = [table for table in changed if table.is_resized()]
         except Exception:  # one is gone, or the script's value cannot be compared, as a tensor
             return found | self._look_anew()

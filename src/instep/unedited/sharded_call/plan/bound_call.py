@@ -28,7 +28,6 @@ from instep.unedited.sharded_call.plan.division import (
     max_rows,
     tensors_in,
 )
-from instep.unedited.sharded_call.plan.module_properties import parts_of
 from instep.unedited.sharded_call.plan.object_graph import FUNCTIONS
 
 _MAX_FLAGS = 64
@@ -43,6 +42,8 @@ class BoundCall:
 
     original: Function
     module: nn.Module
+    parts: list[nn.Module]
+    """The module and its parts, as they were before the call."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
@@ -53,15 +54,18 @@ class BoundCall:
 
     @classmethod
     def of(
-        cls, original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls,
+        original: Function,
+        parts: list[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> BoundCall:
-        """The call with these arguments of the script's."""
-        return cls(original, module, args, kwargs, *flatten_arguments(args, kwargs))
+        """The call with these arguments of the script's of a module, the first of its `parts`."""
+        return cls(original, parts[0], parts, args, kwargs, *flatten_arguments(args, kwargs))
 
-    @cached_property
-    def parts(self) -> list[nn.Module]:
-        """The module and its parts, as they were before the call."""
-        return list(parts_of(self.module))
+    def keeping(self, places: tuple[AttributePlace, ...]) -> BoundCall:
+        """The same call, of a forward that is known to set these attributes to tensors."""
+        return self if places == self.kept else replace(self, kept=places)
 
     @cached_property
     def tensors(self) -> list[Tensor]:

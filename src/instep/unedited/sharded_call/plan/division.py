@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.training.blocks import Block
+from instep.training.blocks import Block, blocks_of
 from instep.training.pytree import is_column, is_value, leaves_of
 
 
@@ -175,13 +175,15 @@ def has_text(leaf: Any) -> bool:
     )
 
 
-def size_differences(leaves: Sequence[Any], size: int) -> frozenset[tuple[int, int, str]]:
-    """Where the shards of this batch differ in the sizes of their entries, of `size` shards.
+def size_differences(
+    leaves: Sequence[Any], rows: int, size: int
+) -> frozenset[tuple[int, int, str]]:
+    """Where the shards of this batch, of so many rows, differ in the sizes of their entries, of
+    `size` shards.
 
     A module that pads to the longest entry, or divides by the sum of their lengths, gives other
     results for a part of such a batch only: where the shards are alike, that cannot be seen.
     """
-    rows = max_rows(leaves)
     found = set()
     for k, leaf in enumerate(leaves):
         is_list = is_entries(leaf) or (is_column(leaf) and has_rows(leaf))
@@ -191,7 +193,7 @@ def size_differences(leaves: Sequence[Any], size: int) -> frozenset[tuple[int, i
         if len({len(sizes) for sizes in by_entry}) > 1:
             found.add((k, -1, "count"))
             continue
-        blocks = [Block(shard, size, rows) for shard in range(size)]
+        blocks = blocks_of(size, rows)
         for place, sizes in enumerate(zip(*by_entry, strict=True)):
             shards = [sizes[block.start : block.stop] for block in blocks]
             longest = {tuple(map(max, zip(*of_shard, strict=False))) for of_shard in shards}

@@ -105,6 +105,8 @@ class CacheEntry:
         default_factory=lambda: {} if settings.divides_by_time() else None
     )
     """Of calls of about one size; None: they are always sharded."""
+    drift_steps: int = field(default_factory=lambda: int(settings.DRIFT_STEPS))
+    """Of so many calls the ranks compare the arguments of one."""
 
     def drop_moved_plan(self) -> None:
         """Give the plan up if it counts on parameters in lists and objects which lie elsewhere."""
@@ -148,8 +150,11 @@ class CacheEntry:
         """Whether parameters were frozen or thawed since the last call."""
         if not torch.is_grad_enabled():
             return False
-        tables = (part._parameters.values() for part in call.parts)
-        trained = [p is not None and p.requires_grad for table in tables for p in table]
+        trained = [
+            parameter is not None and parameter.requires_grad
+            for part in call.parts
+            for parameter in part._parameters.values()
+        ]
         before, self.trained = self.trained, trained
         return before not in ([], trained)
 
@@ -185,7 +190,7 @@ class CacheEntry:
 
     def _has_new_differences(self, call: BoundCall, size: int) -> bool:
         before = self.size_differences
-        self.size_differences |= size_differences(call.leaves, size)
+        self.size_differences |= size_differences(call.leaves, call.rows, size)
         return self.size_differences != before
 
     def _has_new_numbers(self, call: BoundCall) -> bool:
@@ -229,7 +234,7 @@ class CacheEntry:
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""
-        return is_compared_step(self.calls, int(settings.DRIFT_STEPS))
+        return is_compared_step(self.calls, self.drift_steps)
 
     def divided_calls(self) -> str:
         """What a comparison that fails in this call says of those before it; "" for none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class ShardingPlan:
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,
     since what they add up has no rows. None: all go over this rank's rows."""
 
-    @property
+    @cached_property
     def has_values(self) -> bool:
         """Whether each of its outputs is."""
         return all(output.has_values for output in self.outputs)
@@ -101,7 +102,7 @@ class ShardingPlan:
             changes_attributes=self.changes_attributes or later.changes_attributes,
         )
 
-    @property
+    @cached_property
     def has_reductions(self) -> bool:
         """Whether an output is a mean or a sum over the rows."""
         return any(output.placement in ("partial_mean", "partial_sum") for output in self.outputs)

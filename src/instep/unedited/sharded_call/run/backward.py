@@ -36,7 +36,7 @@ from instep.unedited.sharded_call.one_process.fallback import current_fallback
 from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
-from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
+from instep.unedited.sharded_call.run.grad_sums import BucketedBackward, CallGradients
 from instep.unedited.sharded_call.run.region import call_state, find_regions, has_regions
 from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
@@ -103,7 +103,7 @@ def _run(
         return
     transport = get_transport()
     finite = FiniteCheck(roots, calls[0].block, transport.rank)
-    sums = reduce_in_buckets(roots, calls, overlap_group(transport), finite)
+    sums = BucketedBackward(roots, calls, overlap_group(transport), finite)
     try:
         with phase("backward"), whole_part, sums:
             original()

@@ -77,13 +77,13 @@ class _StateBefore:
 
 
 def _buffer_versions(parts: Sequence[nn.Module]) -> list[int]:
-    return versions(buffer for part in parts for buffer in part._buffers.values())
+    return versions([buffer for part in parts for buffer in part._buffers.values()])
 
 
 def _run_sharded(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup
 ) -> tuple[ShardingPlan, Any]:
-    call, name = replace(call, kept=plan.kept), type(call.module).__name__
+    call, name = call.keeping(plan.kept), type(call.module).__name__
     before = _StateBefore(call, plan)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     found = _run_unless_all_fail(call, plan, group, before)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from instep.unedited.sharded_call.shards.large_weights import (
 from instep.unedited.sharded_call.shards.local_sums import (
     alias_for_shards,
     check_all_sparse,
-    count_as_parameter,
+    count_as_parameters,
     is_alias_for_shard,
 )
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -129,8 +128,7 @@ def _alias(
     aliases: tuple[Tensor, ...] = apply(_Alias, gradients, bucket, indices, group, *parameters)
     node: Any = aliases[0].grad_fn
     node._set_sequence_nr(_HIGHEST_PRIORITY)
-    for alias, parameter in zip(aliases, parameters, strict=True):
-        count_as_parameter(alias, parameter)
+    count_as_parameters(aliases, parameters)
     return list(aliases)
 
 
@@ -152,7 +150,7 @@ class _Alias(torch.autograd.Function):
         ctx.gradients, ctx.bucket, ctx.indices = gradients, bucket, indices
         ctx.group, ctx.parameters = group, parameters
         ctx.set_materialize_grads(False)
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple([parameter.detach() for parameter in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -282,14 +280,25 @@ def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tenso
 
 
 class BucketedBackward:
-    """One `backward()` of the script, during which sums travel in buckets."""
+    """One `backward()` of the script. While it runs inside, sums travel in buckets; at the end they
+    are in `.grad`.
+
+    Args:
+        roots: on which backward is called.
+        calls: the gradients of each sharded call that it reaches.
+        transport: of the buckets.
+        finite_check: looks at this rank's gradients before they are summed.
+    """
 
     def __init__(
         self,
-        calls: Iterable[CallGradients],
+        roots: Iterable[Root],
+        calls: Sequence[CallGradients],
         transport: Transport,
         finite_check: FiniteCheck,
     ) -> None:
+        self._roots, self._calls = roots, calls
+        self._handles: list[Any] = []
         self._finite_check = finite_check
         self._expected = Counter(bucket for call in calls for bucket in call.buckets)
         """How many sharded calls have not added their part of a bucket yet."""
@@ -298,7 +307,25 @@ class BucketedBackward:
         self._started = 0
         self._graph_task: int | None = None
 
-    def begin(self, _: Any) -> None:
+    def __enter__(self) -> None:
+        for call in self._calls:
+            call.backward = self
+        nodes = [node for root in self._roots if (node := node_of(root)) is not None]
+        self._handles = [node.register_prehook(self._begin) for node in nodes]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            for call in self._calls:
+                call.backward = None
+            for bucket in self._buckets:
+                bucket.reset()
+
+    def _begin(self, _: Any) -> None:
         """Autograd has reached a root: before all else in this backward, and in no nested one."""
         if self._graph_task is None:
             self._graph_task = current_graph_task_id()
@@ -319,43 +346,7 @@ class BucketedBackward:
             following.start(self._transport)
             self._started += 1
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
         self._finite_check.inspect(self._buckets[self._started :], are_last=True)
         finish_buckets(self._buckets, self._started, self._transport)
-
-    def reset(self) -> None:
-        """Forget this backward."""
-        for bucket in self._buckets:
-            bucket.reset()
-
-
-@contextmanager
-def reduce_in_buckets(
-    roots: Iterable[Root],
-    calls: Sequence[CallGradients],
-    transport: Transport,
-    finite_check: FiniteCheck,
-) -> Iterator[None]:
-    """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
-
-    Args:
-        roots: on which backward is called.
-        calls: the gradients of each sharded call that this backward reaches.
-        transport: of the buckets.
-        finite_check: looks at this rank's gradients before they are summed.
-    """
-    backward = BucketedBackward(calls, transport, finite_check)
-    for call in calls:
-        call.backward = backward
-    nodes = [node for root in roots if (node := node_of(root)) is not None]
-    handles = [node.register_prehook(backward.begin) for node in nodes]
-    try:
-        yield
-        backward.finish()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for call in calls:
-            call.backward = None
-        backward.reset()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.tensors import apply, as_bytes
-from instep.training.blocks import Block
+from instep.training.blocks import Block, blocks_of
 from instep.training.pytree import flatten, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder
@@ -153,10 +153,10 @@ def gather_rows(
         padded.append(as_bytes(rows))
     whole = torch.cat(
         [
-            rows.view(parts[0].dtype).view(most, *row_shape)[
-                : Block(shard, first.size, first.total).count * per_sample
-            ]
-            for shard, rows in enumerate(group.all_gather(padded))
+            rows.view(parts[0].dtype).view(most, *row_shape)[: block.count * per_sample]
+            for block, rows in zip(
+                blocks_of(first.size, first.total), group.all_gather(padded), strict=True
+            )
         ]
     )
     if dim != 0:

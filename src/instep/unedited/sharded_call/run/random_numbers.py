@@ -296,8 +296,9 @@ def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int,
 def _is_factory(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it makes a tensor of a size; torch.normal does so in some of its forms."""
     first = args[0] if args else kwargs.get("self")
-    has_size = any(isinstance(arg, list | tuple) for arg in args)
-    return draws_of(name) is Draws.SIZE or (has_size and not isinstance(first, Tensor))
+    return draws_of(name) is Draws.SIZE or (
+        not isinstance(first, Tensor) and any(isinstance(arg, list | tuple) for arg in args)
+    )
 
 
 def _place_of_size(args: Sequence[Any]) -> int:

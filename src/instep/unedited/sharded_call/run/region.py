@@ -55,6 +55,8 @@ class Region:
     """The name of a parameter that the forward has made."""
     trained_parameter: str = ""
     """The name of a parameter that was frozen, and is trained since the forward."""
+    _outer: list[Region | None] = field(default_factory=list)
+    """Each time that it is under way, the call around it."""
 
     @property
     def shard(self) -> int:
@@ -66,22 +68,28 @@ class Region:
         """The rows of the shard that this thread computes."""
         return self.blocks[0 if self.threads is None else self.threads.number]
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, this call is under way."""
+    def __enter__(self) -> None:
+        """This call is under way."""
         global _current, _inside
         forward_calls.push(ForwardCall.of(self.blocks[0], statistics="global"))
-        before, _current, _inside = _current, self, True
-        try:
-            yield
-        finally:
-            _current, _inside = before, before is not None
-            forward_calls.pop()
+        self._outer.append(_current)
+        _current, _inside = self, True
 
-    @contextmanager
-    def entered_by_shard(self) -> Iterator[None]:
+    def __exit__(self, *_: object) -> None:
+        global _current, _inside
+        _current = self._outer.pop()
+        _inside = _current is not None
+        forward_calls.pop()
+
+    def entered_by_shard(self) -> AbstractContextManager[None]:
         """Inside, on the thread of a shard, random numbers are those of the whole batch, and sums,
         too, where that is asked for."""
+        if self.is_random or self.sums is not None:
+            return self._replaced_operations()
+        return rank_local()
+
+    @contextmanager
+    def _replaced_operations(self) -> Iterator[None]:
         draws = None
         if self.is_random:
             of_batch = GlobalBatchDraws(
@@ -95,7 +103,7 @@ class Region:
     @contextmanager
     def recomputed(self) -> Iterator[None]:
         """Inside, backward recomputes a part of the call's forward."""
-        with self.entered(), self.entered_by_shard():
+        with self, self.entered_by_shard():
             yield
 
     def sum(self, part: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -53,13 +53,16 @@ def note_nested(roots: Iterable[Any]) -> None:
         _of_nested.extend(find_whole_leaves(roots))
 
 
-@contextmanager
-def broadcast_whole_part(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
+def broadcast_whole_part(roots: Iterable[Any], inputs: Any) -> AbstractContextManager[None]:
     """A backward from these roots runs inside, into the `.grad` of `inputs` if that is given. At
     the end what every rank has computed whole is overwritten with rank 0's. Collective."""
     if not torch_devices.is_in_use() or _cannot_communicate():
-        yield
-        return
+        return nullcontext()
+    return _broadcasting(roots, inputs)
+
+
+@contextmanager
+def _broadcasting(roots: Iterable[Any], inputs: Any) -> Iterator[None]:
     _of_nested.clear()
     leaves = find_whole_leaves(roots)
     yield

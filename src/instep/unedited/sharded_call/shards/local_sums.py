@@ -32,16 +32,16 @@ def alias_for_shards(
         aliases[0].grad_fn._set_sequence_nr(sequence_number)
         for shard, own in enumerate(found):
             of_shard = aliases[shard::shards]
-            for alias, parameter in zip(of_shard, group, strict=True):
-                count_as_parameter(alias, parameter)
+            count_as_parameters(of_shard, group)
             own.extend(of_shard)
     return found
 
 
-def count_as_parameter(alias: Tensor, parameter: Tensor) -> None:
-    """Let an alias have the attributes of its parameter, and be an nn.Parameter for torch."""
-    vars(alias).update(vars(parameter))
-    vars(alias)["_is_param"] = True
+def count_as_parameters(aliases: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Let aliases have the attributes of their parameters, and be an nn.Parameter for torch."""
+    for alias, parameter in zip(aliases, parameters, strict=True):
+        vars(alias).update(vars(parameter))
+        vars(alias)["_is_param"] = True
 
 
 def is_alias_for_shard(node: Any) -> bool:

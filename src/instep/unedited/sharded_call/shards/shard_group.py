@@ -16,11 +16,11 @@ from torch import Tensor
 
 from instep.distributed import numbers
 from instep.distributed.communication.tensors import make_sparse
-from instep.distributed.communication.transport import Transport
+from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import Doubles, Numbers
 from instep.process import settings
 from instep.process.torch_private import foreach_add, foreach_add_
-from instep.training.blocks import Block
+from instep.training.blocks import Block, blocks_of
 
 _SUMMED_BY_TREE = (torch.float32, torch.float64)
 """What ranks of one host add up in shared memory, along the same tree (`shm.memory.reduction`)."""
@@ -50,7 +50,7 @@ class ShardGroup:
 
     def blocks(self, total: int) -> list[Block]:
         """The rows of this rank's shards of a batch with `total` rows."""
-        return [Block(shard, self.size, total) for shard in self.own]
+        return list(blocks_of(self.size, total)[self.own.start : self.own.stop])
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Every shard's tensor, from those of this rank's, of one shape. Collective."""
@@ -119,6 +119,20 @@ class ShardGroup:
             mine = own.indices().cpu(), own.values().to("cpu"), own.shape
         found = self.transport.all_gather_object(mine)
         return sparse_tree_sum([part and make_sparse(*part).to(device) for part in found])
+
+
+class GroupOfWorld:
+    """The group over all ranks. It is made anew only where their transport is another one."""
+
+    def __init__(self) -> None:
+        self._group: ShardGroup | None = None
+
+    def now(self) -> ShardGroup:
+        """The group. Joins the process group if need be."""
+        transport = get_transport()
+        if self._group is None or self._group.transport is not transport:
+            self._group = ShardGroup.of(transport)
+        return self._group
 
 
 def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,16 +86,20 @@ def run_local(
         region.inputs = [x for x in call.tensors if x.requires_grad]
     before = versions(call.tensors)
     shards = [_ShardForward(call, leaves, region, like) for leaves in zip(*by_leaf, strict=True)]
-    with region.entered(), _aliased_parameters(call.parts, region, stored) as tables:
-        if len(shards) == 1:
-            first = next_sequence_number()
-            shards[0].run()
-            region.nodes = range(first, next_sequence_number())
-        else:
-            _run_in_threads(shards, region, tables)
-        region.new_parameter = tables.find_new_parameter()
-        if torch.is_grad_enabled():
-            region.trained_parameter = tables.find_trained_parameter()
+    with region:
+        tables = _show_aliases(call.parts, region, stored)
+        try:
+            if len(shards) == 1:
+                first = next_sequence_number()
+                shards[0].run()
+                region.nodes = range(first, next_sequence_number())
+            else:
+                _run_in_threads(shards, region, tables)
+            region.new_parameter = tables.find_new_parameter()
+            if torch.is_grad_enabled():
+                region.trained_parameter = tables.find_trained_parameter()
+        finally:
+            tables.restore()
     if before != versions(call.tensors):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]
@@ -159,21 +162,18 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
     return [leaf] * len(blocks)
 
 
-@contextmanager
-def _aliased_parameters(
+def _show_aliases(
     parts: Sequence[nn.Module], region: Region, stored: Sequence[StoredParameter]
-) -> Iterator[ModuleTables]:
-    """Inside, aliases stand in for the parameters of a module's parts (see `grad_sums`)."""
+) -> ModuleTables:
+    """Let aliases stand in for the parameters of a module's parts (see `grad_sums`), until the
+    tables are restored."""
     tables = ModuleTables(parts, len(region.blocks), [each.place for each in stored])
     parameters = tables.trained_parameters() if torch.is_grad_enabled() else []
     if parameters:
         aliases = alias_parameters(parameters, region.gradients, region.group)
         tables.replace(parameters, aliases)
     tables.show(0)
-    try:
-        yield tables
-    finally:
-        tables.restore()
+    return tables
 
 
 def gather_arguments(call: BoundCall) -> BoundCall:
