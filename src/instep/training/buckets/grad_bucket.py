@@ -43,6 +43,8 @@ class GradBucket(ABC):
         self.filled: set[int] = set()
         """The indices whose gradient this rank has."""
         self._parameters = parameters
+        self._last_slots = sorted(layout.slots[-_FEW:], key=lambda slot: slot.stop - slot.start)
+        """Of the last parameters, the smallest first."""
         self._step = 0
         self._like = next(iter(parameters.values())).new_empty(0)
         self._trailer = self._make_trailer()
@@ -120,10 +122,10 @@ class GradBucket(ABC):
 
     def last_small_grad(self) -> Tensor | None:
         """This rank's smallest gradient of the last parameters, before `start`."""
-        last = [slot for slot in self.layout.slots[-_FEW:] if slot.index in self.filled]
-        if not last:
-            return None
-        return self.own_grad(min(last, key=lambda slot: slot.stop - slot.start).index)
+        for slot in self._last_slots:
+            if slot.index in self.filled:
+                return self.own_grad(slot.index)
+        return None
 
     def wait(self) -> None:
         """Wait for the sums.

@@ -38,7 +38,7 @@ class CallCounts:
         if (fallback := current_fallback()) is not None:
             fallback.add_divided()
         blocks = group.blocks(count_batch(call, plan))
-        self._add_samples(sum(block.count for block in blocks))
+        self._add_samples(blocks[-1].stop - blocks[0].start)
 
     def add_whole(self, call: BoundCall) -> None:
         """Count a call that every rank computes whole."""

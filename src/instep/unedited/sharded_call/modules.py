@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.flight_record.recorder import phase
@@ -47,6 +48,7 @@ _FORWARD_AD = WholeReason(
     "where torch.autograd.forward_ad differentiates it; other calls are not affected",
     ReasonKind.OF_ARGUMENTS,
 )
+_IS_NESTED = attrgetter("is_nested")
 _IDLE_CALLS = 256
 """After so many whole calls it is looked whether any other call still draws for the whole batch."""
 
@@ -107,9 +109,9 @@ def _call(
     if is_in_forward_ad():
         return _run_whole_with_parts(_FORWARD_AD, original, module, args, kwargs)
     call = BoundCall.of(original, parts, args, kwargs)
-    if any(tensor.is_nested for tensor in call.tensors):
+    if any(map(_IS_NESTED, call.tensors)):
         return _run_whole_with_parts(_NESTED, original, module, args, kwargs)
-    has_tensors = any(isinstance(leaf, Tensor | np.ndarray) for leaf in call.leaves)
+    has_tensors = call.tensors or any(isinstance(leaf, np.ndarray) for leaf in call.leaves)
     if not (has_tensors or any(map(has_rows, call.leaves))):
         return original(module, *args, **kwargs)
     if not is_compiled(parts):

@@ -37,9 +37,10 @@ class Division:
         """The rows of these leaves; None if they do not divide like this."""
         if len(leaves) != len(self.dims):
             return None
-        sizes = {
-            _size(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True) if dim is not None
-        }
+        sizes: set[int | None] = set()
+        for leaf, dim in zip(leaves, self.dims, strict=True):
+            if dim is not None:
+                sizes.add(_size(leaf, dim))
         return sizes.pop() if len(sizes) == 1 else None
 
     def has_different_rows(self, leaves: Sequence[Any]) -> bool:
@@ -146,13 +147,18 @@ def values_in(leaf: Any) -> list[Any]:
 
 def tensors_in(leaf: Any) -> list[Tensor]:
     """The tensors that are this leaf, or in its entries."""
+    if isinstance(leaf, Tensor):
+        return [leaf]
     return [each for each in values_in(leaf) if isinstance(each, Tensor)]
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors and arrays among these, and in their entries."""
-    inside = chain.from_iterable(map(values_in, leaves))
-    return tuple(tuple(each.shape) for each in inside if isinstance(each, Tensor | np.ndarray))
+    shapes: list[tuple[int, ...]] = []
+    for each in chain.from_iterable(map(values_in, leaves)):
+        if isinstance(each, Tensor | np.ndarray):
+            shapes.append(tuple(each.shape))
+    return tuple(shapes)
 
 
 def max_rows(leaves: Sequence[Any]) -> int:

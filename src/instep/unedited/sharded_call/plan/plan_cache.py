@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -282,14 +283,14 @@ def _agree(
     ranks, or to other values. Such attributes are not looked at any more.
     """
     transport, entries = group.transport, _plans[call.module].entries
-    place = next((k for k, each in enumerate(entries) if each is entry), -1)
+    place = entries.index(entry) if entry in entries else -1
     changed = crc32(repr(sorted(map(repr, attributes.recent.items()))).encode())
     changed = changed if attributes.recent else 0
     mine = (place, entry.has_due_attributes(), changed)
     by_rank = gather_values(mine, transport)
-    if any(row[-1] for row in by_rank):
+    if any(map(itemgetter(-1), by_rank)):
         attributes.keep_watching()
-    if all(row == by_rank[0] for row in by_rank):
+    if by_rank.count(by_rank[0]) == len(by_rank):
         return entry
     changes = transport.all_gather_object(attributes.recent)
     keys = {key for of_rank in changes for key in of_rank}
@@ -327,9 +328,9 @@ def _keys_of(
         call.module.training,
         torch.is_grad_enabled(),
         call.structure,
-        tuple(kind_of(leaf, call.rows) for leaf in call.leaves),
+        tuple([kind_of(leaf, call.rows) for leaf in call.leaves]),
     )
-    texts = tuple(leaf for leaf in call.leaves if is_text(leaf, call.rows))
+    texts = tuple([leaf for leaf in call.leaves if is_text(leaf, call.rows)])
     if attributes is not None and attributes.flags:
         key = (*key, attributes.flags)
     return key, texts

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
 
+_IDS = attrgetter("ids")
 _SPARSE = 2
 """The kind of a gradient in the ranks' message about theirs: 0 is none, 1 is dense."""
 
@@ -106,15 +108,15 @@ def alias_parameters(
         gradients.collected_rows = collect_rows(parameters, by_shard, group)
         return by_shard
     parts = divide_into_buckets(parameters, gradients.module, group.transport)
-    gradients.have_hooks = any(AT_ONCE in part.slots for part in parts) and have_hooks(parameters)
+    gradients.have_hooks = have_hooks(parameters) and any(AT_ONCE in part.slots for part in parts)
     found: list[Any] = [None] * len(parameters)
     for part in parts:
         own = [parameters[k] for k in part.members]
         aliases = _alias(own, gradients, part.bucket, part.slots, group)
         for k, alias in zip(part.members, aliases, strict=True):
             found[k] = alias
-    buckets = (part.bucket for part in parts if part.bucket is not None)
-    gradients.buckets = sorted(buckets, key=lambda bucket: bucket.ids)
+    buckets = [part.bucket for part in parts if part.bucket is not None]
+    gradients.buckets = sorted(buckets, key=_IDS)
     return [found]
 
 

@@ -61,7 +61,7 @@ def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if is_inside():
         return _loss_inside(original, args, kwargs)
-    if any(isinstance(value, ShardedOutput) for value in (*args, *kwargs.values())):
+    if ShardedOutput in map(type, (*args, *kwargs.values())):
         return _loss_of_outputs(original, args, kwargs)
     return original(*args, **kwargs)
 

@@ -50,8 +50,8 @@ class TorchGeneratorStates:
 
     def same(self, other: TorchGeneratorStates) -> bool:
         """Whether nothing was drawn between the two."""
-        pairs = zip(self._states, other._states, strict=False)  # CUDA may have started meanwhile
-        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        # As many as both have: CUDA may have started meanwhile.
+        return all(map(torch.equal, self._states, other._states))
 
     def restore(self) -> None:
         """Set the generators back, so that they draw the same again."""

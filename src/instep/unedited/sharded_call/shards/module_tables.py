@@ -39,14 +39,13 @@ class ModuleTables:
         stored: Sequence[tuple[Any, Any, Tensor]],
     ) -> None:
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
-        slots = [
-            _Slot(part._parameters, name, parameter)
-            for part in parts
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        self._parameters = [slot for slot in slots if slot.value.requires_grad]
-        self._frozen = [slot for slot in slots if not slot.value.requires_grad]
+        self._parameters: list[_Slot] = []
+        self._frozen: list[_Slot] = []
+        for part in parts:
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    slots = self._parameters if parameter.requires_grad else self._frozen
+                    slots.append(_Slot(part._parameters, name, parameter))
         self._stored = [_Slot(*place) for place in stored]
         self._replaced: list[_Slot] = []
         self._aliases: list[dict[int, Tensor]] = []

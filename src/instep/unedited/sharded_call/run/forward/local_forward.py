@@ -103,9 +103,9 @@ def run_local(
     if before != versions(call.tensors):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]
-    if any(structure != structures[0] for structure in structures):
+    if structures.count(structures[0]) != len(structures):
         raise ShardedCallError("its outputs have another structure for a part of the batch")
-    outputs = list(zip(*(shard.outputs for shard in shards), strict=True))
+    outputs = list(zip(*[shard.outputs for shard in shards], strict=True))
     return region, outputs, structures[0]
 
 
