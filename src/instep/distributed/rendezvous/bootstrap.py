@@ -14,7 +14,6 @@ import socket
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -26,15 +25,21 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from instep.distributed import gloo_threads, interfaces, shm
-from instep.distributed.errors import AuthenticationError, RendezvousError
+from instep.distributed.errors import RendezvousError
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.flight_record import timeline_file
 from instep.distributed.gloo_connections import connect_when_used
-from instep.distributed.identity import launchers, torch_devices
+from instep.distributed.identity import launchers
 from instep.distributed.identity.accelerators import row_of
-from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
+from instep.distributed.identity.authentication import make_secret
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import job_fingerprint, join_check, listening, port_file
+from instep.distributed.rendezvous import (
+    group_states,
+    job_fingerprint,
+    join_check,
+    listening,
+    port_file,
+)
 from instep.distributed.rendezvous.devices import (
     backend_of,
     check_devices_differ,
@@ -46,8 +51,7 @@ from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
-from instep.process.exit_status import format_ranks
-from instep.process.torch_private import default_store, process_groups
+from instep.process.torch_private import process_groups
 
 _FILES, _FILES_PER_RANK = 512, 4
 """Files that a rank may open: its own, and connections to the others. Gloo has one for each other
@@ -184,7 +188,7 @@ def _init(
             timeout=timeout,
             device_id=device if device.type != "cpu" else None,
         )
-    _add_state(joined.key or _broadcast_key(), one_host, store_of_torch, timeout)
+    group_states.add(joined.key, one_host, store_of_torch, timeout)
     _joined[:] = [world]
     timeline_file.start(world.rank, world.node_rank)
     gloo_threads.wait_at_exit()
@@ -275,16 +279,16 @@ os.register_at_fork(after_in_child=_stay_out_of_groups)
 
 def own_group() -> dist.ProcessGroup | None:
     """The process group of torch, if `init` has made it."""
-    group = dist.group.WORLD
-    is_own = group is not None and group in _states and _states[group].timeout is not None
-    return group if is_own else None
+    state = group_states.find()
+    return None if state is None or state.timeout is None else dist.group.WORLD
 
 
 def default_timeout() -> timedelta | None:
     """The limit of a group's collectives where the script gives none: that of the group which
     `init` has made, or INSTEP_TIMEOUT where it is set. None: as torch chooses."""
-    if (group := own_group()) is not None:
-        return _states[group].timeout
+    state = group_states.find()
+    if state is not None and state.timeout is not None:
+        return state.timeout
     return settings.timeout() if os.environ.get(settings.TIMEOUT.name) else None
 
 
@@ -306,22 +310,7 @@ def is_world_of_one() -> bool:
 # --------------------------------------------------------- the store and the key of a group
 
 
-@dataclass(frozen=True)
-class _GroupState:
-    """The key and the store of a default process group."""
-
-    key: bytes
-    store: VerifiedStore
-    """For instep's own values."""
-    one_host: bool
-    """Whether all ranks share one loopback interface, as far as is known."""
-    timeout: timedelta | None
-    """The limit of its collectives, where `init` has made it."""
-
-
 _OWN_KEY = make_secret()
-_states: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
-"""By default process group."""
 
 
 def store() -> dist.Store:
@@ -353,45 +342,5 @@ def _listener(store: dist.Store, one_host: bool) -> tuple[socket.socket, str]:
     return listening.listen_on_free_port(host), host
 
 
-def _group_state() -> _GroupState:
-    assert dist.group.WORLD is not None
-    if dist.group.WORLD not in _states:
-        _add_state(_agreed_key(read_secret()), current().one_host)
-    return _states[dist.group.WORLD]
-
-
-def _add_state(
-    key: bytes,
-    one_host: bool,
-    store_of_torch: dist.Store | None = None,
-    timeout: timedelta | None = None,
-) -> None:
-    assert dist.group.WORLD is not None
-    below = default_store()
-    # Whoever has the store can use it after the group was destroyed, as threads that write do.
-    store = VerifiedStore(below, derive_key(key, "store"), referenced=store_of_torch)
-    _states[dist.group.WORLD] = _GroupState(key, store, one_host, timeout)
-
-
-def _agreed_key(secret: bytes | None) -> bytes:
-    """Derived from the secret that all ranks were given, or drawn where none was given."""
-    mine = bytes(32) if secret is None else derive_key(secret, "which")
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(torch_devices.control_device())
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, sent)
-    unlike = [rank for rank, each in enumerate(received) if not torch.equal(each, received[0])]
-    if unlike:
-        raise AuthenticationError(
-            f"{format_ranks(unlike)} has another INSTEP_SECRET (or ~/.instep/secret), or none, "
-            f"than {format_ranks({*range(len(received))} - {*unlike})}. "
-            "Give all ranks the same one, or none."
-        )
-    return _broadcast_key() if secret is None else derive_key(secret, "group")
-
-
-def _broadcast_key() -> bytes:
-    """Rank 0 draws it and broadcasts it, not through the store. Collective."""
-    drawn = torch.frombuffer(bytearray(make_secret()), dtype=torch.uint8)
-    key = drawn.to(torch_devices.control_device())
-    dist.broadcast(key, 0)
-    return key.cpu().numpy().tobytes()
+def _group_state() -> group_states.GroupState:
+    return group_states.find() or group_states.add_of_script(one_host=current().one_host)
