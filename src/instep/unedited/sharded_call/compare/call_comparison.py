@@ -10,26 +10,26 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.distributed.numbers import on_any_rank
-from instep.training.pytree import flatten, is_column, leaves_in_caches, leaves_of, unflatten
+from instep.training.pytree import flatten, leaves_in_caches, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.other_arguments import (
-    detached,
     find_dependency,
     holds_for_zeros,
 )
-from instep.unedited.sharded_call.compare.reference import Reference, StatePair
+from instep.unedited.sharded_call.compare.output_planner import OutputPlanner
 from instep.unedited.sharded_call.compare.rounding import (
     PERTURBATIONS,
-    is_near,
     perturbed,
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
+from instep.unedited.sharded_call.compare.whole.reference import Reference
+from instep.unedited.sharded_call.compare.whole.whole_gradients import StatePair
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import stop_at_branches
 from instep.unedited.sharded_call.plan.division import Division, is_entries
@@ -37,29 +37,21 @@ from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import (
     OutputPlan,
     ShardingPlan,
-    candidate_outputs,
     with_entries,
 )
 from instep.unedited.sharded_call.plan.stored_parameters import (
     StoredParameter,
     find_stored_parameters,
 )
-from instep.unedited.sharded_call.run.argument_writes import Unset, write_back
+from instep.unedited.sharded_call.run.argument_writes import write_back
 from instep.unedited.sharded_call.run.forward.joined_outputs import (
     LocalOutputs,
-    join_output,
     join_outputs,
     leaves_of_output,
 )
 from instep.unedited.sharded_call.run.forward.local_forward import run_local
-from instep.unedited.sharded_call.run.mappings import memory_order
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
-from instep.unedited.sharded_call.run.tensor_subclasses import (
-    has_attributes_of,
-    is_equal,
-    is_subclass,
-)
 from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
@@ -113,7 +105,7 @@ class CallComparison:
         Collective.
         """
         self._division = division
-        if self.reference.is_random and not self.reference.drawn:
+        if self.reference.forward.is_random and not self.reference.drawn:
             self.reference.note_draws()  # in a part of the batch another length may equal its rows
         while True:
             self.reference.before.restore()
@@ -170,9 +162,10 @@ class CallComparison:
     def _compare(self, group: ShardGroup) -> tuple[ShardingPlan, list[Any]]:
         """Run the call sharded. Raises ShardedCallError if it is not the same."""
         call, reference = self.call, self.reference
+        gradients = reference.gradients
         self.progress = (0, 0)
         has_different_rows = self._division.has_different_rows(call.leaves)
-        self._is_proof = has_different_rows and reference.has_finite_gradients()
+        self._is_proof = has_different_rows and (gradients is None or gradients.are_finite())
         region, local, start = self._run(group)
         after = Snapshot(call)
         why = self._tolerances.find_difference(after, StatePair(reference.before, reference.after))
@@ -188,9 +181,9 @@ class CallComparison:
         flat = [leaf for joined, how in pairs for leaf in leaves_of_output(joined, how)]
         if not self._tolerances.matches_gradients(flat):
             raise ShardedCallError("its gradients are not those of the whole batch")
-        if reference.own_backward is not None and reference.last_backward is not None:
-            left = reference.last_backward.after
-            if why := self._tolerances.find_difference(left, reference.own_backward):
+        if gradients is not None and gradients.own_backward and gradients.last_backward:
+            left = gradients.last_backward.after
+            if why := self._tolerances.find_difference(left, gradients.own_backward):
                 raise ShardedCallError(f"in backward {why}")
         self.progress = (_HAS_GRADIENTS, 0)
         joined = join_outputs(local, plan, region)
@@ -209,14 +202,14 @@ class CallComparison:
         Raises ShardedCallError if it prints, say, or returns another structure than the whole one.
         """
         call, reference = self.call, self.reference
-        if group.is_virtual and reference.draws_outside_torch:  # its shards would draw one by one
-            raise ShardedCallError(DRAWS_OUTSIDE_TORCH)
+        if group.is_virtual and reference.forward.draws_outside_torch:
+            raise ShardedCallError(DRAWS_OUTSIDE_TORCH)  # its shards would draw one by one
         run = partial(
             run_local,
             call,
             self._division,
             group,
-            is_random=reference.is_random,
+            is_random=reference.forward.is_random,
             row_dims=DrawRowDims(reference.drawn),
             stored=self.stored or (),
             sums=self.sums,
@@ -265,15 +258,18 @@ class CallComparison:
         # Joined at once, an output would be no part of the graph of another one. Tensors that are
         # kept may be read by nobody, either.
         first_kept = len(reference.outputs) - reference.count_kept
+        planner = OutputPlanner(
+            reference, self._tolerances, self.known_outputs, region, is_proof=self._is_proof
+        )
         outputs: tuple[OutputPlan, ...] = ()
         k = 0
         for parts, count in zip(local, self._count_leaves(), strict=True):
             self.progress = _HAS_RUN, k
             try:
                 if count is None:
-                    plan = self._plan_output(parts, k, region, in_caches[k])
+                    plan = planner.plan_output(parts, k, in_cache=in_caches[k])
                 else:
-                    plan = self._plan_entries(parts, k, count, region)
+                    plan = planner.plan_entries(parts, k, count)
             except ShardedCallError as error:
                 raise ShardedCallError(why or str(error)) from None
             is_used = reference.used_by_others[k]
@@ -288,104 +284,24 @@ class CallComparison:
         outputs, _ = flatten(whole, self._structure)
         return [len(leaves_of(out)) if is_entries(out) else None for out in outputs]
 
-    def _plan_entries(self, parts: Sequence[Any], k: int, count: int, region: Region) -> OutputPlan:
-        """As `_plan_output`, for a list with one entry for each row, and `count` leaves from the
-        `k`-th output on."""
-        plan = OutputPlan("entries", has_values=False)
-        leaves = leaves_of_output(join_output(detached(parts), plan, region), plan)
-        whole = self.reference.outputs[k : k + count]
-        if len(leaves) != count:
-            raise ShardedCallError("the entries of a list that it returns depend on the others")
-        for place, (own, of_whole) in enumerate(zip(leaves, whole, strict=True), start=k):
-            if isinstance(of_whole, Tensor) and isinstance(own, Tensor):
-                has_shape = own.shape == of_whole.shape
-                is_same = has_shape and self._tolerances.matches_output(place, own)
-            else:
-                is_same = type(own) is type(of_whole) and is_equal(own, of_whole)
-            if not is_same:
-                raise ShardedCallError("a list that it returns is not that of the whole batch")
-        values = any(isinstance(x, Tensor) and _has_values(x) for x in whole)
-        return replace(plan, has_values=self._is_proof and values)
-
     def _make_plan(self, outputs: tuple[OutputPlan, ...], region: Region) -> ShardingPlan:
         """Collective. Raises ShardedCallError where ranks add up over rows in other places."""
         reference = self.reference
+        forward = reference.forward
         generators = tuple(reference.before.graph.generators)
         return ShardingPlan(
             region.division,
             outputs,
             self._structure,
-            reference.is_random or bool(generators),  # its own may begin to draw later
+            forward.is_random or bool(generators),  # its own may begin to draw later
             generators,
             region.row_dims.found,
-            reference.draws_outside_torch,
-            reference.changes_attributes,
+            forward.draws_outside_torch,
+            forward.changes_attributes,
             self.stored or (),
             self.call.kept,
             self.sums.same_places(region.group.transport) if self.sums else None,
         )
-
-    def _plan_output(
-        self, parts: Sequence[Any], k: int, region: Region, in_cache: bool
-    ) -> OutputPlan:
-        """How the ranks' `k`-th outputs become that of the whole forward. Raises
-        ShardedCallError."""
-        whole, local = self.reference.outputs[k], parts[0]
-        if isinstance(whole, Tensor) and isinstance(local, Tensor):
-            return self._plan_tensor(parts, k, region, in_cache)
-        if isinstance(whole, Unset) and isinstance(local, Unset) and self.known_outputs:
-            return self.known_outputs[k]
-        if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
-            return OutputPlan("shard")
-        if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
-            raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
-        return OutputPlan("replicate")
-
-    def _plan_tensor(
-        self, parts: Sequence[Tensor], k: int, region: Region, in_cache: bool
-    ) -> OutputPlan:
-        """As `_plan_output`, where the whole forward and this rank's return tensors."""
-        whole, local = self.reference.outputs[k], parts[0]
-        if is_subclass(whole) and not has_attributes_of(whole, local):
-            raise ShardedCallError(
-                f"it returns a {type(whole).__name__} whose attributes depend on the rows"
-            )
-        if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
-            return OutputPlan("replicate")  # the length of a window, say; as a plain number would
-        had_values = self._is_proof and _has_values(whole)
-        known = self.known_outputs[k] if self.known_outputs else None
-        candidates = list(candidate_outputs(local, whole, region.blocks[0]))
-        if known is not None:  # it is kept as long as it can be, and replaced if nothing proves it
-            like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
-            candidates = like_known + [each for each in candidates if not known.has_values]
-            had_values |= known.has_values
-            if self._tolerances.is_proven:
-                candidates = like_known
-        for plan in candidates:
-            joined = join_output(detached(parts), plan, region)
-            if plan.placement == "shard" or self._tolerances.is_proven:
-                matches = self._tolerances.matches_output(k, joined)
-            else:  # a wrong mean may be near the right one
-                matches = is_near(joined, whole)
-            if matches:
-                return replace(plan, has_values=had_values, order=memory_order(whole))
-        count = len(self.reference.outputs)
-        which = f" {k + 1} of {count}" if count > 1 else ""
-        shape = f"a tensor of shape {list(whole.shape)}"
-        raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
-
-
-def _has_values(whole: Tensor) -> bool:
-    """Whether there is a finite number other than zero in it."""
-    return bool(whole.isfinite().logical_and(whole).any())
-
-
-def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
-    """Whether all shards' lists, one after the other, are the whole one. Collective."""
-    if len(whole) != region.blocks[0].total:
-        return False
-    lists = region.group.transport.all_gather_object(list(chain(*parts)))
-    return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
 
 
 def _uses_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference) -> bool:

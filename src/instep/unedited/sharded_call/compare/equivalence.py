@@ -22,9 +22,9 @@ from instep.unedited.sharded_call.compare.higher_precision import (
     compare_in_full_precision,
 )
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
-from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import (
     Division,
@@ -65,7 +65,7 @@ def find_plan(call: BoundCall, group: ShardGroup, *, is_first: bool) -> CallResu
     """
     comparison, why = _begin(call, group)
     if why is None and is_first:
-        begins = comparison.reference.begins_to_keep
+        begins = comparison.reference.forward.begins_to_keep
         why = first_reason(_KEEPS_TENSORS if begins else None, group.transport)
     return _apart_from_script(comparison, why, group, _search)
 
@@ -112,8 +112,8 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
     if why is not None:
         return CallResult(reference.value(), None, why, is_sharded=False)
     kinds: list[Callable[[], RowSums | None]] = [lambda: None]
-    if not group.is_virtual and on_any_rank(bool(reference.sum_lengths), group.transport):
-        of_all = partial(RowSums, reference.sum_lengths)
+    if not group.is_virtual and on_any_rank(bool(reference.forward.sum_lengths), group.transport):
+        of_all = partial(RowSums, reference.forward.sum_lengths)
         kinds.insert(0 if reference.returns_scalar else 1, of_all)
         kinds.append(partial(of_all, only_floats=True))
     furthest, text = NOTHING_RIGHT, ""
@@ -133,7 +133,7 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
     counts = comparison.call.list_lengths() if group.is_virtual else []
     if furthest == NOTHING_RIGHT and any(count >= group.size for count in counts):
         text = "lists that have an entry for each sample are not divided with --bitwise"
-    sets_up = on_any_rank(reference.changes_state, group.transport)
+    sets_up = on_any_rank(reference.forward.changes_state, group.transport)
     kind = ReasonKind.SETS_UP if sets_up else ReasonKind.LASTING
     why = FEW_ROWS if has_few else WholeReason(text, kind)
     return CallResult(reference.value(), None, why, is_sharded=False)
@@ -157,8 +157,8 @@ def verify_plan(
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
     Collective."""
     comparison, why = _begin(call.keeping(plan.kept), group)
-    if why is None and on_any_rank(comparison.reference.kept != plan.kept, group.transport):
-        why = _KEEPS_TENSORS if comparison.reference.begins_to_keep else None
+    if why is None and on_any_rank(comparison.reference.forward.kept != plan.kept, group.transport):
+        why = _KEEPS_TENSORS if comparison.reference.forward.begins_to_keep else None
         why = first_reason(why, group.transport)
         result = _apart_from_script(comparison, why, group, _search)
         return replace(result, is_compared=True)

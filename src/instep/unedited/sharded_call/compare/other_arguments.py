@@ -17,7 +17,6 @@ from instep.training.blocks import Block
 from instep.training.pytree import flatten, is_column, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import (
     NOISE_FACTOR,
     PERTURBATIONS,
@@ -26,6 +25,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     perturbed,
     relative_error,
 )
+from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import probe_flow
 from instep.unedited.sharded_call.plan.division import is_entries

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from instep.training.pytree import leaves_of
-from instep.unedited.sharded_call.compare.reference import Reference, StatePair
 from instep.unedited.sharded_call.compare.rounding import (
     FLIPPED_GRADIENT,
     MAX_ERROR,
@@ -28,6 +27,8 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import BufferKey, Snapshot
+from instep.unedited.sharded_call.compare.whole.reference import Reference
+from instep.unedited.sharded_call.compare.whole.whole_gradients import StatePair
 from instep.unedited.sharded_call.run.argument_writes import run_whole
 
 
@@ -95,10 +96,10 @@ class Tolerances:
         """Find how much of a difference of gradients the rounding of sums can explain."""
         self._reference.before.restore()
         self._sum_errors, self.needs_sums = [], False
+        gradients = self._reference.gradients
+        assert gradients is not None
         with observed(is_silent=True), suppress(Exception):  # of a backward that runs only once
-            self._sum_errors = self._reference.sum_errors(
-                leaves_of(run_whole(self._reference.call))
-            )
+            self._sum_errors = gradients.sum_errors(leaves_of(run_whole(self._reference.call)))
 
     def matches_output(self, k: int, joined: Tensor) -> bool:
         """Whether these rows are those of its `k`-th output."""
