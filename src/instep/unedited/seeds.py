@@ -33,21 +33,53 @@ class Rank0(Protocol):
         """The value of `function()` on rank 0."""
 
 
-_seed = 0
-_calls: Counter[str] = Counter()
-"""How often bits were asked for: while each module was imported, and otherwise."""
-_relay: Rank0 | None = None
-_asked: Counter[str] = Counter()
 _MAX_ASKED = {"a seed": 8, "random bytes": 1000}
 """How often rank 0 answers for all ranks; a message takes a millisecond."""
 _PASSED_THROUGH = (__file__, patching.__file__, random.__file__)
 
 
+class _JobBits:
+    """The bits by which generators are seeded that the script does not seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.calls: Counter[str] = Counter()
+        """How often bits were asked for: while each module was imported, and otherwise."""
+
+    def take(self, k: int) -> int:
+        """The next k of them."""
+        importing = _importing()
+        parts = (self._seed, current_process()._identity, importing, self.calls[importing])
+        self.calls[importing] += 1
+        digest = shake_128(repr(parts).encode()).digest((k + 7) // 8)
+        return int.from_bytes(digest, "little") >> -k % 8
+
+
+class _Answers:
+    """What rank 0 answers for all ranks, of what the script asks of the operating system."""
+
+    def __init__(self, relay: Rank0) -> None:
+        self._relay = relay
+        self._asked: Counter[str] = Counter()
+
+    def get(self, name: str, function: Callable[[], Any]) -> Any:
+        """The value of `function()` on rank 0, the first times."""
+        if not self._relay.is_ordered():
+            return function()
+        self._asked[name] += 1
+        if self._asked[name] > _MAX_ASKED[name]:
+            return function()
+        return self._relay.run_on_rank0(name, function)
+
+
+_bits = _JobBits(0)
+_answers: _Answers | None = None
+
+
 def take_from_rank0(relay: Rank0 | None) -> None:
     """Let rank 0 answer what the script asks of the operating system; None: each rank asks."""
-    global _relay
-    _relay = relay
-    _asked.clear()
+    global _answers
+    _answers = None if relay is None else _Answers(relay)
 
 
 def choose_seed() -> int:
@@ -80,19 +112,18 @@ def _kept_seed(folder: Path, seed: int) -> int:
 
 def calls() -> dict[str, int]:
     """How often bits were asked for so far."""
-    return dict(_calls)
+    return dict(_bits.calls)
 
 
 def set_calls(saved: Mapping[str, int]) -> None:
     """Go on from `calls()`."""
-    _calls.clear()
-    _calls.update(saved)
+    _bits.calls = Counter(saved)
 
 
 def seed_everything(seed: int) -> None:
     """Seed random, numpy and torch; the last two when they are imported, if they ever are."""
-    global _seed, _calls
-    _seed, _calls = seed, Counter()
+    global _bits
+    _bits = _JobBits(seed)
     random.seed(seed)
     after_import("numpy.random", lambda module: module.seed(seed))
     after_import("torch", lambda module: module.manual_seed(seed))
@@ -109,11 +140,7 @@ def random_bits(original: Function, k: int) -> int:
     """
     if is_thread_rank_local():
         return random.getrandbits(k)
-    importing = _importing()
-    parts = (_seed, current_process()._identity, importing, _calls[importing])
-    _calls[importing] += 1
-    digest = shake_128(repr(parts).encode()).digest((k + 7) // 8)
-    return int.from_bytes(digest, "little") >> -k % 8
+    return _bits.take(k)
 
 
 def _importing() -> str:
@@ -165,12 +192,9 @@ def _agreed_seed(given: Any) -> Any:
 
 def _on_rank0(name: str, function: Callable[[], Any]) -> Any:
     """The value of `function()` on rank 0, where the script's own code asks, the first times."""
-    if _relay is None or not (_is_called_by_script() and _relay.is_ordered()):
+    if _answers is None or not _is_called_by_script():
         return function()
-    _asked[name] += 1
-    if _asked[name] > _MAX_ASKED[name]:
-        return function()
-    return _relay.run_on_rank0(name, function)
+    return _answers.get(name, function)
 
 
 def _is_called_by_script() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.watchdog.signals import script_handlers
@@ -24,16 +24,20 @@ class EndingRanks(Protocol):
         """Let the other ranks end: only rank 0 becomes another program. Collective."""
 
 
-_ranks: EndingRanks | None = None
-_process = 0
-"""The id of the process that is one of these ranks."""
+class _OwnRanks(NamedTuple):
+    ranks: EndingRanks
+    process: int
+    """The id of the process that is one of them."""
+
+
+_own: _OwnRanks | None = None
 _DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 
 
 def set_ranks(ranks: EndingRanks | None) -> None:
     """Let these ranks end together; None: each for itself."""
-    global _ranks, _process
-    _ranks, _process = ranks, os.getpid()
+    global _own
+    _own = None if ranks is None else _OwnRanks(ranks, os.getpid())
 
 
 def exit_now(original: Function, status: int) -> Any:
@@ -69,5 +73,6 @@ def execute(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 def _own_ranks(*, in_any_thread: bool = False) -> EndingRanks | None:
     """The ranks, if this is one of them, in its main thread, and no process that it has forked."""
-    is_here = os.getpid() == _process and (in_any_thread or in_main_thread())
-    return _ranks if is_here else None
+    if _own is None or os.getpid() != _own.process:
+        return None
+    return _own.ranks if in_any_thread or in_main_thread() else None

@@ -28,7 +28,8 @@ _DENIED = re.compile(
 """What libraries say if a file cannot be written."""
 _FULL = re.compile(r"no space left|quota exceeded|os error 28\b|unexpected pos", re.IGNORECASE)
 _allowed: list[str] = []
-_restricted_processes: list[int] = []
+_is_restricted = False
+"""Whether the kernel denies this process, and what it starts, to write elsewhere: for good."""
 
 
 def allow(*directories: str) -> None:
@@ -38,7 +39,8 @@ def allow(*directories: str) -> None:
 
 def restrict() -> None:
     """Deny the calling thread, and what it starts, to change the user's files."""
-    if landlock.version() == 0 or _restricted_processes:
+    global _is_restricted
+    if landlock.version() == 0 or _is_restricted:
         return
     with bypass_overlay():
         private = private_directories()
@@ -48,13 +50,13 @@ def restrict() -> None:
         temporary = os.path.realpath(tempfile.gettempdir())
         caches = [*private, os.path.expanduser("~/.nv")]
         landlock.restrict_writes([*caches, *_allowed, temporary])
-    _restricted_processes.append(os.getpid())
+    _is_restricted = True
 
 
 def add_notes(error: BaseException, rank: int) -> None:
     """Note on an exception of the script what this rank may have been denied."""
     _note_full_disk(error, rank)
-    if not _restricted_processes or not _DENIED.search(format_error(error)):
+    if not _is_restricted or not _DENIED.search(format_error(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     if frame and frame[0].filename == overlay.__file__:
