@@ -55,7 +55,7 @@ class _JobBits:
         return int.from_bytes(digest, "little") >> -k % 8
 
 
-class _Answers:
+class _FromRank0:
     """What rank 0 answers for all ranks, of what the script asks of the operating system."""
 
     def __init__(self, relay: Rank0) -> None:
@@ -73,13 +73,13 @@ class _Answers:
 
 
 _bits = _JobBits(0)
-_answers: _Answers | None = None
+_rank0: _FromRank0 | None = None
 
 
 def take_from_rank0(relay: Rank0 | None) -> None:
     """Let rank 0 answer what the script asks of the operating system; None: each rank asks."""
-    global _answers
-    _answers = None if relay is None else _Answers(relay)
+    global _rank0
+    _rank0 = None if relay is None else _FromRank0(relay)
 
 
 def choose_seed() -> int:
@@ -192,9 +192,9 @@ def _agreed_seed(given: Any) -> Any:
 
 def _on_rank0(name: str, function: Callable[[], Any]) -> Any:
     """The value of `function()` on rank 0, where the script's own code asks, the first times."""
-    if _answers is None or not _is_called_by_script():
+    if _rank0 is None or not _is_called_by_script():
         return function()
-    return _answers.get(name, function)
+    return _rank0.get(name, function)
 
 
 def _is_called_by_script() -> bool:

@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +20,7 @@ from instep.distributed.communication.errors import InsideScopeError, RunOnceErr
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.flight_record.record_format import group_text
 from instep.distributed.flight_record.recorder import enter, leave, phase
+from instep.distributed.forbidden_collectives import forbid_collectives
 from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.distributed.watchdog.call_stack import script_line
@@ -242,13 +242,16 @@ class _SharedScope:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Forbid torch's collectives; on the rank that runs, the world is of one."""
-        with _forbid_collectives(self._rank, self._line), ExitStack() as stack:
+        with forbid_collectives(self._collective_error), ExitStack() as stack:
             if self._runs:
                 source = f"the single_process_scope at {self._line}"
                 stack.enter_context(bootstrap.world_of_one(source))
                 patch = Patch(dist, "is_initialized", lambda original: False)
                 stack.enter_context(PatchHandle([patch]))
             yield
+
+    def _collective_error(self, name: str) -> InsideScopeError:
+        return InsideScopeError(name, script_line(), self._rank, self._line)
 
     def finish(self, error: BaseException | None) -> None:
         """All ranks get the value, or all raise. Returns if `error` is to be raised again."""
@@ -357,42 +360,3 @@ def can_pickle(error: BaseException) -> bool:
     except Exception:  # whatever its own code raises
         return False
     return type(copy) is type(error) and str(copy) == str(error)
-
-
-# --------------------------------------------------------- no collectives of torch's in a scope
-
-_COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier"),
-    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
-    *("all_gather_single", "all_gather_single_coalesced", "gather", "scatter"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
-    *("all_reduce_now", "all_gather_now"),
-)
-"""Methods of a process group that torch.distributed calls, in this version of torch or another, and
-those that instep calls directly."""
-
-
-def _forbid_collectives(rank: int, scope: str) -> PatchHandle:
-    """Until its end, let these methods raise InsideScopeError."""
-    return PatchHandle(
-        Patch(cls, name, _raiser(name, rank, scope))
-        for cls, name in product(_subclasses(dist.ProcessGroup), _COLLECTIVES)
-        if name in vars(cls)
-    )
-
-
-def _subclasses(cls: type[object]) -> Iterator[type[object]]:
-    """A class and all its subclasses: a backend may bring a process group of its own."""
-    yield cls
-    direct: list[type[object]] = cls.__subclasses__()
-    for subclass in direct:
-        yield from _subclasses(subclass)
-
-
-def _raiser(name: str, rank: int, scope: str) -> Callable[..., NoReturn]:
-    def raise_error(*_: object, **__: object) -> NoReturn:
-        raise InsideScopeError(name, script_line(), rank, scope)
-
-    return raise_error

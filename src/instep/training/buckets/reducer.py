@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from operator import attrgetter, sub
+from operator import sub
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.process.exit_status import group_ranks
-from instep.process.torch_private import hooks_of, later_hooks_of
+from instep.process.torch_private import hooks_of
 from instep.training.batches import progress
-from instep.training.buckets.bucket_sums import finish_buckets, make_bucket
+from instep.training.buckets.bucket_sets import BucketSets, has_user_hooks
+from instep.training.buckets.bucket_sums import finish_buckets
 from instep.training.buckets.checksum import LENGTH, STEPS, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
-from instep.training.buckets.compression import Compression, make_codec
+from instep.training.buckets.compression import Compression
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
@@ -53,11 +53,6 @@ class BackwardState:
         """Those of the parameters that it has reached."""
 
 
-MAX_BUCKET_SETS = 2
-"""A reducer keeps the buckets of this many sets of trained parameters, those used last: as many as
-a script has that trains two of them by turns. Each set has flat tensors as large as its
-gradients."""
-
 _current: BackwardState | None = None
 _unfinished: dict[Reducer, None] = {}
 """Those with parts of sums that are still to be made: the next backward that sums makes them,
@@ -89,14 +84,6 @@ def reduce_during_backward(backward: BackwardState) -> Iterator[None]:
         _current = None
 
 
-class _BucketSet:
-    """The buckets of one set of trained parameters, and the bucket of each parameter."""
-
-    def __init__(self, buckets: Sequence[GradBucket]) -> None:
-        self.buckets = buckets
-        self.bucket_of = {slot.index: bucket for bucket in buckets for slot in bucket.layout.slots}
-
-
 class Reducer:
     """Sums the gradients of some parameters over the ranks, bucket by bucket, during backward."""
 
@@ -115,7 +102,6 @@ class Reducer:
         # Batch normalisation sends its own messages in between, and at which point of backward a
         # bucket is full depends on which parameters this rank has used.
         self._bucket_transport = overlap_group(transport)
-        self._compression = compression
         self.number = next(_reducer_numbers)
         """Equal on all ranks."""
         self._before = progress.current.counts()
@@ -123,7 +109,9 @@ class Reducer:
         """In this backward: the last batch's epoch, and how many were left out and requested."""
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
-        self._bucket_sets: dict[tuple[object, ...], _BucketSet] = {}
+        self._bucket_sets = BucketSets(
+            self._parameters, self._bucket_transport, self.number, compression
+        )
         self._bucket_of: Mapping[int, GradBucket] = {}
         self._buckets: Sequence[GradBucket] = ()
         self._started = 0
@@ -163,10 +151,10 @@ class Reducer:
             grad = torch.zeros_like(grad)
         elif _current.has_no_number:
             grad = zero_non_finite(grad)
-        if not (_current.sync or _has_hooks(self._parameters[index])):
+        if not (_current.sync or has_user_hooks(self._parameters[index])):
             self._accumulate(index)
             return grad
-        if grad.is_sparse and index in self._tables and not _has_hooks(self._parameters[index]):
+        if grad.is_sparse and index in self._tables and not has_user_hooks(self._parameters[index]):
             self._intercept_table(index)
             return grad
         bucket = self._bucket_of.get(index)
@@ -217,19 +205,7 @@ class Reducer:
 
     def _choose_buckets(self) -> None:
         """A backward has reached the first parameter: take the buckets for what is trained now."""
-        # In every step, for every parameter: loops in C, not in Python.
-        key = (
-            tuple(map(_TYPE, self._parameters)),
-            tuple(map(len, map(hooks_of, self._parameters))),
-            tuple(map(bool, map(later_hooks_of, self._parameters))),
-            frozenset(self._sparse),
-        )
-        chosen = self._bucket_sets.pop(key, None)
-        if chosen is None:
-            while len(self._bucket_sets) >= MAX_BUCKET_SETS:  # before new ones take their memory
-                del self._bucket_sets[next(iter(self._bucket_sets))]
-            chosen = _BucketSet(self._make_buckets())
-        self._bucket_sets[key] = chosen
+        chosen = self._bucket_sets.choose(self._sparse)
         self._buckets, self._bucket_of = chosen.buckets, chosen.bucket_of
         for bucket in self._buckets:
             bucket.set_step(self._step_number)
@@ -253,24 +229,6 @@ class Reducer:
                 if len({*numbers}) > 1:
                     raise error(group_ranks(numbers)) from None
             raise
-
-    def _make_buckets(self) -> list[GradBucket]:
-        trained = {
-            index: parameter
-            for index, parameter in enumerate(self._parameters)
-            if parameter.requires_grad and not (index in self._sparse or _has_hooks(parameter))
-        }
-        buckets = []
-        for layout in plan_tensors(trained):
-            members = {slot.index: trained[slot.index] for slot in layout.slots}
-            codec = make_codec(layout, members, self._compression)
-            ids = (self.number, *members)
-            bucket = make_bucket(
-                layout, members, self._bucket_transport, ids, codec, grads_as_views=False
-            )
-            buckets.append(bucket)
-            bucket.title = f"gradients, bucket {len(buckets)}"
-        return buckets
 
     def _reduce_now(self, index: int, grad: Tensor) -> Tensor:
         """The sum over ranks, at once: for the user's hooks, which must see it, and for sparse
@@ -310,7 +268,7 @@ class Reducer:
         """Sum the gradients of the tables, of which some ranks may have none, into `.grad`."""
         for index in self._tables:
             parameter = self._parameters[index]
-            if index in self._reduced or not parameter.requires_grad or _has_hooks(parameter):
+            if index in self._reduced or not parameter.requires_grad or has_user_hooks(parameter):
                 continue
             is_partial = index in self._partial
             has_grad = is_partial or index in self._of_tables
@@ -384,14 +342,6 @@ class _Hook:
         if _current is None:  # torch.autograd.grad: the value goes to the user
             return None
         return self._reducer.collect(self._index, grad)
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the user has hooks on this gradient, beside ours."""
-    return len(hooks_of(parameter)) > 1 or bool(later_hooks_of(parameter))
-
-
-_TYPE = attrgetter("requires_grad", "dtype", "device")
 
 
 def partial_sums() -> list[Tensor]:

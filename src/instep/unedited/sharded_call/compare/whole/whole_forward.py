@@ -37,7 +37,7 @@ class WholeForward:
         self.before = Snapshot(call)
         self.before.note_values(call)
         attributes, arguments = TensorAttributes(call), ArgumentWatch(call, call.args, call.kwargs)
-        left = _LeftBehind(call)
+        lasting = _LastingChanges(call)
         required = _require_gradients(call)
         self.sum_lengths: dict[Place, set[int]] = {}
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
@@ -60,9 +60,9 @@ class WholeForward:
         self.begins_to_keep = not all(map(has_only_tensors, map(self._value_before, found)))
         """Whether some of these had no tensors before."""
         self._arguments, self._new = arguments, [p for p in found if p not in call.kept]
-        self.records = left.find_records() or self._find_kept_again()
+        self.records = lasting.find_records() or self._find_kept_again()
         """What it has left for later that no call may leave twice."""
-        self._effect = left.find_keeping_hook() or (None if calls is None else effects.first)
+        self._effect = lasting.find_keeping_hook() or (None if calls is None else effects.first)
         """What it did that cannot be undone."""
         self._other_change = outside_change
         if required != _require_gradients(call) or arguments.has_other_changes():
@@ -101,7 +101,7 @@ class WholeForward:
         return None
 
 
-class _LeftBehind:
+class _LastingChanges:
     """What a forward may leave behind beside its state, as it was before."""
 
     def __init__(self, call: BoundCall) -> None:
