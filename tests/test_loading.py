@@ -40,6 +40,7 @@ from instep.process.patching import PatchHandle, replaced
 from instep.unedited.data import loaders
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
+from instep.unedited.data.known_datasets import known_dataset
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.data.loaders import iterate
 from instep.unedited.data.row_loading import RowDataset, RowRequest
@@ -512,7 +513,7 @@ def test_a_new_loader_for_each_pass_knows_what_the_last_one_learned():
         for _ in range(2):
             loader = DataLoader(data, batch_size=4)
             assert len(list(batches(loader))) == 3
-            policies.append(loaders._known(loader).policies[0, 4])
+            policies.append(known_dataset(loader).policies[0, 4])
         assert policies[0] is policies[1]
         assert policies[0]._batches == 6
         for _ in range(2):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import instep
 from instep.process.patching import PatchHandle
-from instep.unedited.data import worker_batches, worker_datasets
+from instep.unedited.data.workers import worker_batches, worker_datasets
 from instep.unedited.errors import LostWorkerError
 from instep.unedited.patch_table import WORKER_PATCHES
 from pool import ranks

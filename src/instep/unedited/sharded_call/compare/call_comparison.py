@@ -16,15 +16,9 @@ from instep.distributed.numbers import on_any_rank
 from instep.training.pytree import flatten, leaves_in_caches, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.other_arguments import (
-    find_dependency,
-    holds_for_zeros,
-)
+from instep.unedited.sharded_call.compare.other_arguments import find_dependency, holds_for_zeros
 from instep.unedited.sharded_call.compare.output_planner import OutputPlanner
-from instep.unedited.sharded_call.compare.rounding import (
-    PERTURBATIONS,
-    perturbed,
-)
+from instep.unedited.sharded_call.compare.rounding import PERTURBATIONS, perturbed
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
@@ -34,11 +28,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import stop_at_branches
 from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
-from instep.unedited.sharded_call.plan.sharding_plan import (
-    OutputPlan,
-    ShardingPlan,
-    with_entries,
-)
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan, with_entries
 from instep.unedited.sharded_call.plan.stored_parameters import (
     StoredParameter,
     find_stored_parameters,

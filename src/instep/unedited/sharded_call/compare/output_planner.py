@@ -11,23 +11,13 @@ from torch import Tensor
 
 from instep.training.pytree import is_column
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.compare.other_arguments import (
-    detached,
-)
-from instep.unedited.sharded_call.compare.rounding import (
-    is_near,
-)
+from instep.unedited.sharded_call.compare.other_arguments import detached
+from instep.unedited.sharded_call.compare.rounding import is_near
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.compare.whole.reference import Reference
-from instep.unedited.sharded_call.plan.sharding_plan import (
-    OutputPlan,
-    candidate_outputs,
-)
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, candidate_outputs
 from instep.unedited.sharded_call.run.argument_writes import Unset
-from instep.unedited.sharded_call.run.forward.joined_outputs import (
-    join_output,
-    leaves_of_output,
-)
+from instep.unedited.sharded_call.run.forward.joined_outputs import join_output, leaves_of_output
 from instep.unedited.sharded_call.run.mappings import memory_order
 from instep.unedited.sharded_call.run.region import Region
 from instep.unedited.sharded_call.run.tensor_subclasses import (

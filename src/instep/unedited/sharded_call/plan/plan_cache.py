@@ -24,18 +24,10 @@ from instep.training.pytree import Structure, is_cache
 from instep.unedited.objects.branch_conditions import BranchConditions
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
-from instep.unedited.sharded_call.plan.bound_call import (
-    BoundCall,
-    is_number,
-    is_text,
-    kind_of,
-)
+from instep.unedited.sharded_call.plan.bound_call import BoundCall, is_number, is_text, kind_of
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, GainEstimate
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
-from instep.unedited.sharded_call.plan.division import (
-    shapes_of,
-    size_differences,
-)
+from instep.unedited.sharded_call.plan.division import shapes_of, size_differences
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.stored_parameters import MOVED

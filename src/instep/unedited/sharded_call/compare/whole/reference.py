@@ -9,16 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.autograd_graph import next_nodes, used_by_others, walk
-from instep.training.pytree import (
-    Structure,
-    find_tensors,
-    flatten,
-    leaves_of,
-    unflatten,
-)
-from instep.unedited.sharded_call.compare.side_effects import (
-    observed,
-)
+from instep.training.pytree import Structure, find_tensors, flatten, leaves_of, unflatten
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.compare.whole.whole_forward import WholeForward
 from instep.unedited.sharded_call.compare.whole.whole_gradients import WholeGradients
@@ -27,10 +19,7 @@ from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.plan.stored_parameters import plain_parameters
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
-from instep.unedited.sharded_call.run.argument_writes import (
-    Written,
-    run_whole,
-)
+from instep.unedited.sharded_call.run.argument_writes import Written, run_whole
 from instep.unedited.sharded_call.run.random_numbers import WholeDraw, noted_draws
 from instep.unedited.sharded_call.run.region import find_leaves
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass

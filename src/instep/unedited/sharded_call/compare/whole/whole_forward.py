@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from instep.training.pytree import (
-    ValueSnapshot,
-    leaves_of,
-)
+from instep.training.pytree import ValueSnapshot, leaves_of
 from instep.unedited.sharded_call.compare.side_effects import (
     observed,
     recorded_samples,

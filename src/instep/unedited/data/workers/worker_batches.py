@@ -23,7 +23,7 @@ from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack, unpack
-from instep.unedited.data.worker_datasets import WorkerBatch, WorkerDivision
+from instep.unedited.data.workers.worker_datasets import WorkerBatch, WorkerDivision
 from instep.unedited.errors import LoadingError
 
 _FIRST_MEASURED = 8

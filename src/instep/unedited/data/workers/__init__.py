@@ -1,0 +1,1 @@
+"""Loaders whose workers load whole batches as in one process, on each rank or in turn."""
