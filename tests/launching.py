@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+import forked_jobs
+
 LAUNCHER_VARIABLES = (
     *("INSTEP", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "GLOO"),
     *("OMPI_", "PMI", "MPI_", "SLURM_", "HOROVOD_", "JSM_"),
@@ -120,6 +122,15 @@ class Launch:
         text = options.pop("input", None)
         with self.start(*arguments, **options) as process:
             return self.end_of(process, text)
+
+    def run_forked(
+        self, *arguments: object, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """As `run`, without the import of torch in each rank (forked_jobs.py)."""
+        words, told = [*self.command, *map(str, arguments)], self.environ | dict(environ or {})
+        done = forked_jobs.run(*words, env=told, cwd=self.folder)
+        assert self.processes() == []
+        return done
 
     def end_of(
         self, process: subprocess.Popen[str], text: str | None = None

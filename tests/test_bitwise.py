@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked_jobs
 import instep as instep_package
 from forked import Forked
 from instep import InstepError, cli
@@ -189,8 +189,7 @@ def test_who_asks_for_shards_gets_them_or_an_error(call, monkeypatch) -> None:
 
 def instep(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "instep", *arguments, "train.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return forked_jobs.run(*arguments, "train.py", cwd=folder)
 
 
 # ------------------------------------------------------------------------------ sums of shards

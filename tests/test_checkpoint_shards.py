@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from unittest.mock import patch
 
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import forked_jobs
 import instep
 from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.process.procfs import pid_space
@@ -193,8 +192,7 @@ dist.destroy_process_group()
 
 def test_a_script_that_ends_lets_all_ranks_write_their_shards(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "instep", "run", "-n", "2", "script.py", "saved"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    done = forked_jobs.run("run", "-n", "2", "script.py", "saved", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Exception" not in done.stderr
     assert "could not be written" not in done.stderr

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, count
@@ -14,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import forked_jobs
 import instep
 from instep.distributed.communication.transport import get_transport
 from instep.errors import DriftError, InstepWarning, NonFiniteGradError
@@ -703,12 +702,7 @@ def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     variables = {"INSTEP_NAN": mode, "INSTEP_DIVIDE": "always", "CUDA_VISIBLE_DEVICES": ""}
-    job = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", str(script)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
+    job = forked_jobs.run("run", "-n", "2", script, env={**os.environ, **variables})
     assert job.returncode == status, job.stderr
     assert (
         "on rank 1 the gradient of 2.bias and those of 3 more parameters are not finite, from "
@@ -745,12 +739,8 @@ for step in range(6):
 def test_calls_that_are_computed_whole_are_checked_too(tmp_path, size, mode, status):
     script = tmp_path / "train.py"
     script.write_text(WHOLE_SCRIPT)
-    job = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", str(size), str(script)],
-        env={**os.environ, "INSTEP_NAN": mode, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    environ = {**os.environ, "INSTEP_NAN": mode, "CUDA_VISIBLE_DEVICES": ""}
+    job = forked_jobs.run("run", "-n", str(size), script, env=environ)
     assert job.returncode == status, job.stderr
     said = "the gradient of 3.bias and those of 3 more parameters are not finite, in step 4; the"
     assert job.stderr.count(said) == 1
@@ -817,12 +807,8 @@ if mode == "legal":
 def test_what_a_rank_does_with_its_own_rows_only_is_named(tmp_path, mode, codes):
     script = tmp_path / "train.py"
     script.write_text(TWO_LINES)
-    job = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", str(script), mode],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    job = forked_jobs.run("run", "-n", "2", script, mode, env=environ)
     assert job.returncode == 0, job.stderr
     lines = TWO_LINES.splitlines()
     found = dict(re.findall(r"train\.py:(\d+): InstepWarning: .*\[(INS\d+)\]", job.stderr))

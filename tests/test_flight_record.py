@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
+import forked_jobs
 from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
 from instep.distributed.watchdog.mismatch import recorded_steps
@@ -300,13 +300,7 @@ print(*words)
 def test_the_record_follows_a_training(tmp_path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP)
-    finished = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    finished = forked_jobs.run("run", "-n", "2", script)
     assert finished.returncode == 0, finished.stderr
     (first,) = (line for line in finished.stdout.splitlines() if line.startswith("0 "))
     phases, where, ops = first.removeprefix("0 ").split(" | ")

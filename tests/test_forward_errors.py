@@ -86,7 +86,7 @@ def test_errors_skip_the_batches_of_one_process_and_warnings_are_its(launch: Lau
         {"steps": "75", "bad": "(70,)", "rows": "(slice(None),)", "then": REFUSES},
         {"steps": "75", "bad": "(10, 70)", "index": "-(step // 70)", "then": WARNS},
     )
-    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    one, two = (launch.run_forked("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
     assert one.stdout == two.stdout
     assert len(set(one.stdout.split())) == 4
@@ -121,7 +121,7 @@ REPEATED = """
 def test_a_warning_that_is_shown_once_for_a_line_is_shown_once(launch: Launch) -> None:
     script = launch.folder / "train.py"
     script.write_text(textwrap.dedent(REPEATED))
-    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    one, two = (launch.run_forked("-n", count, script) for count in (1, 2))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr
     assert one.stderr.count("UserWarning") == 4
     assert one.stderr.count("loss.py:") == 1
@@ -131,7 +131,7 @@ def test_a_warning_that_is_shown_once_for_a_line_is_shown_once(launch: Launch) -
 def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
     """In a call that is not watched."""
     script = write(launch, {"steps": "80", "bad": "(70,)"})
-    ended = launch.run("-n", 2, script)
+    ended = launch.run_forked("-n", 2, script)
     assert ended.returncode == 1
     line = 1 + script.read_text().splitlines().index("            loss = model(x).square().mean()")
     culprit = f"barrier (ValueError in forward of Checked) at {script}:{line} on rank 1"
@@ -141,13 +141,13 @@ def test_a_late_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> 
 
 def test_a_late_error_of_one_ranks_backward_ends_the_job_with_its_name(launch: Launch) -> None:
     script = write(launch, {"steps": "75", "bad": "(70,)", "then": REFUSES})
-    ended = launch.run("-n", 2, script)
+    ended = launch.run_forked("-n", 2, script)
     assert ended.returncode == 1
     assert "(ValueError in backward()) at " in ended.stderr, ended.stderr
 
 
 def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
     script = write(launch, {"steps": "80", "bad": "(70,)", "then": "x = x[:2]"})
-    ended = launch.run("-n", 2, script)
+    ended = launch.run_forked("-n", 2, script)
     assert ended.returncode == 1
     assert "This was in a divided call of Checked." in ended.stderr

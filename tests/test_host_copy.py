@@ -817,7 +817,7 @@ def test_an_unedited_training_has_one_copy_and_the_numbers_of_one_process(tmp_pa
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     printed = []
     for count in (1, 2):
-        done = launch.run("-n", count, "train.py")
+        done = launch.run_forked("-n", count, "train.py")
         assert done.returncode == 0, done.stderr
         where, numbers = done.stdout.splitlines()
         assert where == ("one copy" if count > 1 else "a copy of its own")

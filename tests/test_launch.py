@@ -170,7 +170,7 @@ def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: st
         tell(rank, total.item())
         dist.destroy_process_group()
     """)
-    ended = launch.run("-n", 2, script, environ={"INSTEP_TIMEOUT": "20"})
+    ended = launch.run_forked("-n", 2, script, environ={"INSTEP_TIMEOUT": "20"})
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 
@@ -198,7 +198,7 @@ def test_a_process_group_of_the_script_is_that_of_instep_if_there_is_one(launch:
         dist.init_process_group("gloo")
         tell(rank, *seen)
     """)
-    ended = launch.run("-n", 2, script)
+    ended = launch.run_forked("-n", 2, script)
     assert ended.returncode == 0, ended.stderr
     said = ["RendezvousError", "ValueError", 4.0, 2.0, 2.0]
     assert launch.events(2) == [[0, *said], [1, *said]]
@@ -279,7 +279,7 @@ def test_a_group_without_a_limit_of_its_own_has_that_of_instep(
         dist.destroy_process_group()
     """)
     environ = {"INSTEP_TIMEOUT": limit, "INSTEP_BACKEND": "gloo"}
-    ended = launch.run("-n", 2, script, environ=environ)
+    ended = launch.run_forked("-n", 2, script, environ=environ)
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [seconds] * 2
 

@@ -90,7 +90,7 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
     path = tmp_path / "train.py"
     path.write_text(FAILING_CALLS)
     alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
-    result = launch.run("-n", 2, path)
+    result = launch.run_forked("-n", 2, path)
     launch.close()
     lines = [line for line in result.stderr.splitlines()[1:] if line.strip(" ^")]
     assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
@@ -740,7 +740,7 @@ else:
 def test_a_process_that_a_rank_forks_ends_as_any_process_and_not_as_that_rank(
     launch: Launch, backend: dict[str, str]
 ) -> None:
-    result = launch.run("-n", 2, launch.script(FORKS), environ=backend)
+    result = launch.run_forked("-n", 2, launch.script(FORKS), environ=backend)
     assert result.returncode == 0, result.stderr
     ends = [["end", 0], ["end of", 0, 2.0], ["end of", 1, 2.0], ["exit", 0], ["raise", 1]]
     assert launch.events(5) == ends
@@ -787,7 +787,7 @@ def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_go
     path = launch.folder / "train.py"
     path.write_text(PEERLESS)
     launch.environ["INSTEP_BACKEND"] = "gloo"
-    result = launch.run("-n", 2, path, "end")
+    result = launch.run_forked("-n", 2, path, "end")
     assert EARLY in result.stderr
     assert f"It left at the end of the script, after barrier at {path}:16." in (result.stderr)
 
@@ -821,7 +821,7 @@ def test_the_rank_is_named_that_others_wait_for(
 ) -> None:
     path = launch.folder / "train.py"
     path.write_text(PEERLESS)
-    result = launch.run("-n", 2, path, how)
+    result = launch.run_forked("-n", 2, path, how)
     assert head.format(path) in result.stderr
     assert line in result.stderr
     assert "ValueError: boo\nAfter that: DisagreementError: " in result.stderr or how != "finally"
@@ -995,6 +995,6 @@ def test_a_peer_that_has_closed_its_connection_is_the_culprit_though_it_fails_la
         finally:
             meeting.come()
     """)
-    result = launch.run("--plain", "-n", 2, script)
+    result = launch.run_forked("--plain", "-n", 2, script)
     assert "instep: rank 0 of 2 failed (exit code 1)" in result.stderr
     assert result.stderr.endswith("ValueError: boo\n")

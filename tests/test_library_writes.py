@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import forked_jobs
 from instep.unedited.files.compiled_code import landlock
 from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
@@ -232,14 +233,8 @@ def test_a_home_directory_that_does_not_exist_is_not_made(tmp_path: Path) -> Non
         """)
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "XDG"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", "train.py"],
-        cwd=tmp_path,
-        env=environ | {"HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    told = environ | {"HOME": str(home)}
+    done = forked_jobs.run("run", "-n", "2", "train.py", cwd=tmp_path, env=told)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert (home / ".cache" / "library" / "log").read_text() == "once"
 
@@ -272,14 +267,11 @@ def test_a_library_that_instep_does_not_know_is_denied_and_named(tmp_path: Path)
             raise RuntimeError(os.strerror(ctypes.get_errno()))
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", "../train.py"],
+    done = forked_jobs.run(
+        *("run", "-n", "2", "../train.py"),
         cwd=tmp_path / "folder",
         env={k: v for k, v in os.environ.items() if not k.startswith("INSTEP")}
         | {"TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("instep: rank 1 of 2 failed")

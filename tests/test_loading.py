@@ -6,7 +6,6 @@ import pickle
 import queue
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import forked_jobs
 import instep
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.errors import DisagreementError, LoadingError
@@ -981,8 +981,7 @@ def test_files_that_loading_writes_are_those_of_one_process(tmp_path):
     def said(size):
         folder = tmp_path / str(size)
         folder.mkdir()
-        command = [sys.executable, "-m", "instep", "run", "-n", str(size), script]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50)
+        done = forked_jobs.run("run", "-n", str(size), script, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("loading a sample writes files") == (2 if size > 1 else 0)
         return done.stdout
@@ -1022,8 +1021,7 @@ for batch in DataLoader(Loaded(), 4):
 def test_what_a_thread_logs_while_samples_are_loaded_is_not_written_by_loading(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOGGING_SCRIPT)
-    command = [sys.executable, "-m", "instep", "run", "-n", "2", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = forked_jobs.run("run", "-n", "2", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "writes files" not in done.stderr
 
@@ -1062,8 +1060,7 @@ def test_a_script_has_the_same_random_samples_on_one_rank_and_on_two(tmp_path):
     script.write_text(NOISY_SCRIPT)
 
     def said(size):
-        command = [sys.executable, "-m", "instep", "run", "-n", str(size), str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = forked_jobs.run("run", "-n", str(size), script)
         assert done.returncode == 0
         assert done.stderr == ("" if size == 1 else DRAWS_LINE)
         return done.stdout

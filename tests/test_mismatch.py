@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 
+import forked_jobs
 from instep.distributed.conditions import advise_on_condition
 from instep.distributed.errors import DisagreementError
 from instep.distributed.watchdog.hub.deadlocks import format_waits
@@ -222,14 +221,8 @@ def test_a_rank_that_left_by_its_own_loss_is_explained_to_the_one_that_waits(
         "        break\n"
         "    loss.backward()\n"
     )
-    finished = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", script],
-        env=os.environ | {"INSTEP_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    environ = os.environ | {"INSTEP_BACKEND": backend}
+    finished = forked_jobs.run("run", "-n", "2", script, env=environ)
     assert finished.returncode == 1
     assert f"`if loss == 0` at {script}:6 decides whether a rank comes there" in finished.stderr
 
@@ -256,13 +249,7 @@ def test_a_rank_that_makes_no_group_with_the_others_is_named(tmp_path, one, said
         "else:\n"
         "    dist.new_group()\n"
     )
-    finished = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "--plain", "-n", "2", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    finished = forked_jobs.run("run", "--plain", "-n", "2", script)
     assert finished.returncode == 1
     assert said.format(script) in finished.stderr
 
@@ -317,15 +304,8 @@ def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> 
     ranks = "2" if (fault, backend) in BY_DAY else "3"
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(others=others, one=one))
-    finished = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", ranks, script, backend],
-        env=os.environ
-        | {"INSTEP_BACKEND": "shm" if backend == "shm" else "gloo", "INSTEP_TIMEOUT": "60"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    variables = {"INSTEP_BACKEND": "shm" if backend == "shm" else "gloo", "INSTEP_TIMEOUT": "60"}
+    finished = forked_jobs.run("run", "-n", ranks, script, backend, env=os.environ | variables)
     assert finished.returncode != 0
     assert "the ranks disagree about" in finished.stderr
     message = next(

@@ -14,7 +14,7 @@ from instep.unedited import launcher_env, opt_out
 from instep.unedited.opt_out import BatchEffect
 from instep.unedited.processes import failure_reports
 from instep.unedited.session import fix_hash_seed, print_opt_out
-from test_unedited_world import RUN, Place
+from test_unedited_world import FORKED, Place
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
         torch.save(model.state_dict(), "last.pt")
     """)
     alone = place.run("alone", sys.executable, script)
-    done = place.run("n2", *RUN, "2", script, MV2_COMM_WORLD_SIZE="2", SLURM_NTASKS="2")
+    done = place.run("n2", *FORKED, "2", script, MV2_COMM_WORLD_SIZE="2", SLURM_NTASKS="2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == alone.stdout
     assert done.stdout.startswith("[] 16 0: ")
@@ -247,7 +247,7 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
         model(torch.randn(8, 3))
         os.environ["RANK"]
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (1, "")
     assert "as one process so far, and now it takes RANK for granted" in done.stderr
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked_jobs
+
 pytestmark = [pytest.mark.nightly, pytest.mark.launch]
 
 CLASSIFIER = """
@@ -169,16 +171,15 @@ while True:
 
 def run(folder: Path, ranks: int, *arguments: str) -> str:
     """Run the script in this folder; returns what it prints."""
-    launcher = ["-m", "instep", "run", "-n", str(ranks)] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, "../train.py", *arguments],
-        cwd=folder,
-        env=os.environ | {"INSTEP_DIVIDE": "always", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    environ = os.environ | {"INSTEP_DIVIDE": "always", "OMP_NUM_THREADS": "1"}
+    words = ["../train.py", *arguments]
+    if ranks:
+        done = forked_jobs.run("run", "-n", str(ranks), *words, cwd=folder, env=environ)
+    else:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, env=environ, capture_output=True, text=True,
+            timeout=100,
+        )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

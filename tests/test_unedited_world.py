@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import detour
+import forked_jobs
 from instep.distributed.identity import accelerators, torch_devices
 from instep.distributed.identity.world import World
 from instep.errors import DeviceError
@@ -26,6 +27,8 @@ from instep.process.torch_private import script_operations
 from instep.unedited import devices, launcher_env, patch_table
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
+FORKED = ("forked instep", "run", "-n")
+"""The same without the import of torch in each rank (forked_jobs.py)."""
 VIEW = """\
 import json, sys
 def view(value):
@@ -60,16 +63,15 @@ class Place:
             (self.folder / made).mkdir()
         temporary = tempfile.mkdtemp(dir="/tmp")  # a socket's path may have 107 letters
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "PYTHONHASH"))}
-        done = subprocess.run(
-            [*command, str(self.folder / f"{name}-views")],
-            input=text,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-            cwd=self.folder / name,
-            env=clean | {"TMPDIR": temporary, "INSTEP_DIVIDE": "always"} | environ,
-        )
+        words = [*command, str(self.folder / f"{name}-views")]
+        told = clean | {"TMPDIR": temporary, "INSTEP_DIVIDE": "always"} | environ
+        where = self.folder / name
+        if command[: len(FORKED)] == FORKED:
+            done = forked_jobs.run(*words[1:], input=text, cwd=where, env=told)
+        else:
+            done = subprocess.run(
+                words, input=text, capture_output=True, text=True, timeout=100, cwd=where, env=told
+            )
         left = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
         assert left == []
         shutil.rmtree(temporary)
@@ -298,7 +300,7 @@ def test_what_the_ranks_disagree_about_is_told(place: Place) -> None:
         torch.default_generator.manual_seed(os.getpid())
         list(DataLoader(Rows(), 4, shuffle=True))
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert done.returncode == 1
     assert done.stderr.count("the ranks disagree about the samples of the next batch") == 1
     assert "list(DataLoader(Rows(), 4, shuffle=True))" in done.stderr
@@ -328,7 +330,7 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
                 raise OSError("only here")
         {ending}
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count(last) == done.stderr.count("instep: rank") == 1
     assert done.stderr.startswith(f"instep: rank {int('rank_1' in ending)} of 2 ")
@@ -349,7 +351,7 @@ def test_what_an_object_prints_when_python_deletes_it_at_its_end_is_printed_once
         kept = Environment()
         torch.nn.Linear(3, 2)(torch.ones(4, 3))
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (0, "closed\n")
     assert done.stderr.count("closed") == 1
 
@@ -364,14 +366,14 @@ def test_a_rank_that_waits_in_vain_ends_whatever_the_name_of_the_script(place: P
         if session.current().world.rank == 0:
             model(x).sum().backward()
     """
-    done = place.run("n2", *RUN, "2", place.script(text, os.fsdecode(b"\xff.py")))
+    done = place.run("n2", *FORKED, "2", place.script(text, os.fsdecode(b"\xff.py")))
     assert done.returncode == 1
     assert re.search(r"rank 0 waits in forward at .*\\udcff\.py:7\n", done.stderr)
 
 
 @pytest.mark.launch
 def test_an_exit_code_of_which_the_system_keeps_0_is_no_failure(place: Place) -> None:
-    done = place.run("n2", *RUN, "2", place.script("import sys, torch\nsys.exit(256)\n"))
+    done = place.run("n2", *FORKED, "2", place.script("import sys, torch\nsys.exit(256)\n"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -391,7 +393,7 @@ def test_a_script_may_end_its_process_itself(place: Place) -> None:
         print(len(line), flush=True)
         os._exit(0)
     """)
-    done = place.run("n2", *RUN, "2", script, text="a line\n")
+    done = place.run("n2", *FORKED, "2", script, text="a line\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "6\n", "")
 
 
@@ -423,7 +425,7 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
         for step in range(3 + session.current().world.rank):
             model(x)
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (1, "")
     title, ended, waiting = done.stderr.splitlines()[:3]
     assert title == "instep: the ranks wait for each other in different collectives:"
@@ -824,6 +826,6 @@ def test_of_a_model_that_only_threads_call_it_is_told_that_these_are_not_seen(pl
         with ThreadPoolExecutor(2) as threads:
             print(*threads.map(train, (1, 2)))
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (0, "[[6.0]] [[6.0, 6.0]]\n")
     assert " in threads that the script starts, " in done.stderr
