@@ -143,7 +143,7 @@ def test_an_interrupt_that_nobody_catches_is_one_line(launch: Launch) -> None:
 def test_an_interrupt_in_the_last_line_is_not_lost(launch: Launch) -> None:
     path = launch.folder / "train.py"
     path.write_text("import signal, torch\nsignal.raise_signal(signal.SIGINT)\n")
-    result = launch.run("-n", 2, path)
+    result = launch.run_forked("-n", 2, path)
     assert result.returncode == 130
     assert re.search(r"instep: rank [01] of 2 was killed by SIGINT", result.stderr)
     assert "ignored" not in result.stderr
@@ -213,7 +213,7 @@ print(len(came), signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)
 def test_a_signal_that_the_script_sends_itself_comes_at_once(launch: Launch) -> None:
     path = launch.folder / "train.py"
     path.write_text(RAISES)
-    result = launch.run("-n", 2, path)
+    result = launch.run_forked("-n", 2, path)
     assert result.stdout == "True\n4 True\n4 True\n", result.stderr
 
 

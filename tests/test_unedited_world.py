@@ -515,7 +515,7 @@ UNSEEDED = """
 @pytest.mark.launch
 def test_generators_that_nobody_seeds_are_the_same_on_any_number_of_ranks(place: Place) -> None:
     script = place.script(UNSEEDED)
-    one, two = (place.run(f"n{n}", *RUN, str(n), script, INSTEP_SEED="4") for n in (1, 2))
+    one, two = (place.run(f"n{n}", *FORKED, str(n), script, INSTEP_SEED="4") for n in (1, 2))
     assert (one.returncode, one.stderr) == (0, "")
     assert two.stderr.startswith("instep: Drawn draws random numbers in its samples.")
     assert one.stdout == two.stdout

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import verify_records as made
 from forked import Forked
+from instep import cli
 from instep.errors import (
     CommandLineError,
     ScriptFailedError,
@@ -974,22 +975,22 @@ def test_a_failing_rank_is_reported_with_n_and_its_traceback(tmp_path):
 
 
 @launch
-def test_a_script_that_refuses_its_options_is_reported_with_its_words(tmp_path):
+def test_a_script_that_refuses_its_options_is_reported_with_its_words(tmp_path, capfd):
     script = tmp_path / "options.py"
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    told = command("-n", "2", script, "--unknown")
-    assert told.returncode == 2
-    assert "options.py: error: unrecognized arguments: --unknown\ninstep: rank 0" in told.stderr
+    assert cli.main(["verify", "-n", "2", str(script), "--unknown"]) == 2
+    told = capfd.readouterr().err
+    assert "options.py: error: unrecognized arguments: --unknown\ninstep: rank 0" in told
 
 
 @launch
-def test_a_script_that_asks_a_question_is_told_that_nobody_answers(tmp_path):
+def test_a_script_that_asks_a_question_is_told_that_nobody_answers(tmp_path, capfd):
     script = tmp_path / "asks.py"
     script.write_text("input('name? ')\n")
-    told = command("-n", "2", script, stdin=subprocess.DEVNULL)
-    assert told.returncode == 2
-    assert "the script fails at n = 1" in told.stderr
-    assert "reads its standard input or needs a terminal" in told.stderr
+    assert cli.main(["verify", "-n", "2", str(script)]) == 2
+    told = capfd.readouterr().err
+    assert "the script fails at n = 1" in told
+    assert "reads its standard input or needs a terminal" in told
 
 
 @launch
