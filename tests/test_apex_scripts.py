@@ -88,7 +88,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def test_the_script_of_the_article_runs_as_it_is(launch: Launch) -> None:
-    done = launch.run("-n", 2, launch.script(TRAINING))
+    done = launch.run_forked("-n", 2, launch.script(TRAINING))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("amp: Options(opt_level='O1'") == 1
     assert "no device_ids and no output_device; they are ignored" in done.stderr
@@ -101,9 +101,9 @@ def test_the_script_of_the_article_runs_as_it_is(launch: Launch) -> None:
 
 def test_a_script_for_one_process_has_its_numbers_on_two(launch: Launch) -> None:
     script = launch.script(ONE_PROCESS)
-    assert launch.run("-n", 1, script).returncode == 0
+    assert launch.run_forked("-n", 1, script).returncode == 0
     ((_, expected),) = launch.events(1)
-    done = launch.run("-n", 2, script)
+    done = launch.run_forked("-n", 2, script)
     assert done.returncode == 0, done.stderr
     assert "runs this script as it is" not in done.stderr
     for _, seen in launch.events(2):
@@ -146,7 +146,7 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
              is ours.parallel.SyncBatchNorm)
         """
     )
-    assert launch.run("-n", 1, script).returncode == 0
+    assert launch.run_forked("-n", 1, script).returncode == 0
     said = (
         "apex.contrib.xentropy needs an installed Apex. In its place: "
         "torch.nn.CrossEntropyLoss(label_smoothing=...)."

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import file_cases
+import forked_jobs
 
-RUN = (sys.executable, "-m", "instep", "run", "-n")
 SCRIPTS = [script for script in file_cases.scripts() if file_cases.can_run(script)]
 
 
@@ -39,10 +38,8 @@ def test_files_and_commands_of_every_kind_are_as_in_one_process(ranks: int) -> N
 
 def launched(folder: Path, text: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [*RUN, str(ranks), "train.py"], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=100, env=os.environ | {"TMPDIR": str(folder)},
-    )  # fmt: skip
+    told = os.environ | {"TMPDIR": str(folder)}
+    return forked_jobs.run("run", "-n", str(ranks), "train.py", cwd=folder, env=told)
 
 
 @pytest.mark.launch

@@ -271,7 +271,7 @@ SCRIPT = """
 
 @pytest.mark.launch
 def test_a_script_that_imports_jittor_runs_as_it_is(launch: Launch) -> None:
-    done = launch.run("-n", 2, launch.script(SCRIPT))
+    done = launch.run_forked("-n", 2, launch.script(SCRIPT))
     assert done.returncode == 0, done.stderr
     said = (
         "jittor.nn needs an installed Jittor. In its place: torch.nn, and jittor.optim for the "
