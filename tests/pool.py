@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from time import monotonic
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -254,6 +255,14 @@ def _end_workers() -> None:
             iterator._shutdown_workers()  # type: ignore[no-untyped-call]
 
 
+def _imported(name: str) -> ModuleType:
+    """The module, whose objects are not looked through after each call either."""
+    if name not in sys.modules:
+        importlib.import_module(name)
+        gc.freeze()
+    return sys.modules[name]
+
+
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     from instep.distributed.communication import scopes
     from instep.training import forward_calls
@@ -269,7 +278,7 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     averages._forwards.clear()
     forward_calls._last = forward_calls._last_trained = None
     try:
-        body: Any = importlib.import_module(module)
+        body: Any = _imported(module)
         for part in name.split("."):
             body = getattr(body, part)
         while hasattr(body, "__wrapped__"):
