@@ -419,6 +419,50 @@ def test_an_error_names_the_sample_and_the_rank_that_loaded_it():
     assert ("On rank 1, which loaded it" in notes) == (instep.rank == 0)
 
 
+FAILING_LOADER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Broken(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        if index == {index}:
+            raise ValueError(f"no picture {{index}}")
+        return torch.ones(4 + (index == 13))
+
+if __name__ == "__main__":
+    for _ in DataLoader(Broken(), 8, num_workers={workers}):
+        pass
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("index", "workers"),
+    [
+        pytest.param(3, 0, id="rank 0"),
+        pytest.param(5, 0, id="rank 1"),
+        pytest.param(5, 1, id="a worker of rank 1"),
+        pytest.param(99, 1, id="collating"),
+    ],
+)
+def test_a_traceback_from_a_loader_has_no_frame_of_instep(tmp_path, index, workers):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING_LOADER.format(index=index, workers=workers))
+    command = (sys.executable, "-m", "instep", "run", "-n", "2", script)
+    alone, done = (
+        subprocess.run(each, capture_output=True, text=True, check=False).stderr
+        for each in ((sys.executable, script), command)
+    )
+    assert "/src/instep/" not in done
+    assert (done.count("__getitem__"), done.count("Traceback")) == (
+        alone.count("__getitem__"),
+        2 if index == 5 else 1,
+    )
+    assert alone.rstrip().splitlines()[-1] in done.splitlines()
+
+
 @ranks(2)
 def test_ranks_that_mean_different_samples_say_so():
     order = torch.randperm(20, generator=torch.Generator().manual_seed(instep.rank)).tolist()

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import groupby, islice
 from types import TracebackType
 
@@ -92,6 +93,22 @@ def trim_traceback(error: BaseException) -> None:
         each.__traceback__ = _link(_select([*_frames(each.__traceback__)], each))
 
 
+class OwnFrames(AbstractContextManager[None]):
+    """Leaves no frame of instep's in the traceback of an exception that comes out of it, from the
+    frame that it is used in on: what calls that one may make a text of it."""
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if error is not None:
+            drop_own_frames(error)
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Remove all of instep's frames from its traceback and from those of its causes."""
+    for each in _chain(error):
+        frames = _frames(each.__traceback__)
+        each.__traceback__ = _link([frame for frame in frames if not _is_in(frame, PACKAGE_FOLDER)])
+
+
 def _libraries() -> tuple[str, ...]:
     """Prefixes of the files of instep, of torch, of contextlib and of Python's own start of a
     program."""
@@ -145,7 +162,7 @@ def _select(frames: list[TracebackType], error: BaseException) -> list[Traceback
 
 def _without_passed_on(frames: list[TracebackType]) -> list[TracebackType]:
     """Without the rows of instep's frames at whose end an `original` function is called, as plain
-    Python calls it."""
+    Python calls it, or an `original` exception is raised."""
     kept: list[TracebackType] = []
     for is_ours, row in groupby(frames, lambda frame: _is_in(frame, PACKAGE_FOLDER)):
         several = [*row]
@@ -155,11 +172,12 @@ def _without_passed_on(frames: list[TracebackType]) -> list[TracebackType]:
 
 
 def _calls_original(frame: TracebackType) -> bool:
-    """Whether this frame is in a call of a function by the name `original`."""
+    """Whether this frame calls a function by the name `original`, or raises an exception of this
+    name."""
     code = frame.tb_frame.f_code
     line, _, column, _ = next(islice(code.co_positions(), frame.tb_lasti // 2, None))
     text = linecache.getline(code.co_filename, line or 0).encode()
-    return text[column or 0 :].startswith(b"original(")
+    return text[column or 0 :].startswith((b"original(", b"raise original"))
 
 
 def _shorten(frames: list[TracebackType]) -> list[TracebackType]:

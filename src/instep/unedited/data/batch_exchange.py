@@ -25,6 +25,8 @@ from instep.unedited.data.sample_schema import SampleSchema, extract_sample, unf
 from instep.unedited.errors import LoadingError
 
 ExchangeTransport = Transport | ThreadChannel
+_HEADING = "Traceback (most recent call last)"
+"""In the message of an exception of a worker, which torch sends to the loader's process."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def _first_error(
     if rank == this_rank and isinstance(rows, BaseException):
         return rows
     error: BaseException = pickle.loads(headers[rank].error)
-    error.add_note(f"On rank {rank}, which loaded it:\n\n{headers[rank].trace}")
+    if _HEADING not in str(error):
+        error.add_note(f"On rank {rank}, which loaded it:\n\n{headers[rank].trace}")
     return error
 
 

@@ -23,6 +23,7 @@ from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
+from instep.process.tracebacks import OwnFrames
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.dataset_state import DatasetState, Variable
@@ -202,7 +203,7 @@ class RowDataset(Dataset[Any]):
         return vars(self) | {"_variables": (), "_restorable": None}
 
     def __getitems__(self, request: RowRequest) -> Any:
-        with rank_local():
+        with OwnFrames(), rank_local():
             if not request.is_whole:
                 return self._load_rows(request)
             samples = self._load(request)
@@ -235,7 +236,7 @@ class RowDataset(Dataset[Any]):
 
     def collate(self, samples: list[Any], request: RowRequest) -> Any:
         """The batch of a loader with workers, which collate: from a random stream of its own."""
-        with _restoring_generators():
+        with OwnFrames(), _restoring_generators():
             _seed_stream(request.seed, request.first, "collate")
             return self._collate(samples)
 

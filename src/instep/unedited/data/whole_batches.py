@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
+from instep.process.patching import Function
 from instep.process.torch_private import pin_memory
+from instep.process.tracebacks import drop_own_frames
 from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import (
     ExchangedBatch,
@@ -103,6 +106,7 @@ class WholeBatchIterator:
             # Without a plan it was raised by the sampler, on every rank.
             if not self._row_sampler.planned or is_from_signal(error):
                 raise
+            drop_own_frames(error)
             return error
 
     def _exchange(self, rows: LoadedRows | BaseException, plan: LoadPlan) -> Any:
@@ -124,9 +128,10 @@ class WholeBatchIterator:
         return pin(self._loader, batch.collated)
 
     def _collate(self, samples: list[Any], plan: LoadPlan) -> Any:
+        original: Function = self._loader.collate_fn  # so called, tracebacks are plain Python's
         if self._loader.num_workers:
-            return self._dataset.collate(samples, plan.whole_request())
-        return self._loader.collate_fn(samples)
+            original = partial(self._dataset.collate, request=plan.whole_request())
+        return original(samples)
 
     def _update_policy(self, batch: ExchangedBatch, plan: LoadPlan) -> None:
         if not batch.is_consistent:

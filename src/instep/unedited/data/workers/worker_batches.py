@@ -19,6 +19,7 @@ from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
+from instep.process.tracebacks import drop_own_frames
 from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster
@@ -149,6 +150,7 @@ class WorkerBatchIterator:
         except Exception as error:
             if not self._is_divided and not isinstance(error, StopIteration):
                 worker_failures.check_is_known(error, self._batches)
+            drop_own_frames(error)
             return error
         loaded = loaded if isinstance(loaded, WorkerBatch) else WorkerBatch(0, loaded)
         self._waited += (perf_counter() - start) * loaded.without_core
@@ -280,7 +282,8 @@ def raise_or_return(batch: Any) -> Any:
     """Return it, or raise the exception that is in place of it."""
     if not isinstance(batch, BaseException):
         return batch
+    original = batch  # so called, tracebacks are those of plain Python
     try:
-        raise batch
+        raise original
     finally:
-        del batch  # its traceback holds this frame, and so the workers
+        del batch, original  # its traceback holds this frame, and so the workers

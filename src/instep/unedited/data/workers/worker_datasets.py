@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from instep.process.torch_private import pin_memory
+from instep.process.tracebacks import OwnFrames
 from instep.unedited.data.loading_effects import LoadingEffects
 
 _ABSENT, _END = object(), object()
@@ -100,21 +101,24 @@ class WorkerDataset(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         self._watch()
-        return self.dataset[index] if self.division.is_owned() else _ABSENT
+        with OwnFrames():
+            return self.dataset[index] if self.division.is_owned() else _ABSENT
 
     def __getitems__(self, indices: Any) -> Any:
         self._watch()
         if not self.division.is_owned():
             return [_ABSENT]
-        load = getattr(self.dataset, "__getitems__", None)
-        return load(indices) if load else [self.dataset[index] for index in indices]
+        with OwnFrames():
+            load = getattr(self.dataset, "__getitems__", None)
+            return load(indices) if load else [self.dataset[index] for index in indices]
 
     def collate(self, samples: Any) -> WorkerBatch:
         """The loader's collate_fn."""
         last = samples[-1] if type(samples) is list and samples else samples
         if last is _ABSENT:
             return WorkerBatch(_worker())
-        batch = self._collate(samples)
+        with OwnFrames():
+            batch = self._collate(samples)
         assert self._effects is not None
         effect, _ = self._effects.describe(draws=False)
         effect = effect or ("prints" if self._effects.prints else "")
@@ -132,11 +136,13 @@ class WorkerStream(WorkerDataset, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._watch()
-        return self._samples(iter(self.dataset) if self.division.is_owned() else None)
+        with OwnFrames():
+            return self._samples(iter(self.dataset) if self.division.is_owned() else None)
 
     def _samples(self, own: Iterator[Any] | None) -> Iterator[Any]:
         while own is not None and self.division.is_owned():
-            sample = next(own, _END)
+            with OwnFrames():
+                sample = next(own, _END)
             if sample is _END:
                 return
             yield sample
