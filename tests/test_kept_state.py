@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.process import pending_writes
 from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import Around, sharding
@@ -917,6 +918,33 @@ def test_a_forward_that_appends_to_a_file_runs_once() -> None:
         assert path.read_text() == "6\n" * 5
     if instep.rank == 0:
         assert "Logging whole: its forward writes files (log.txt)." in log.getvalue()
+
+
+@ranks(2)
+def test_the_file_that_a_forward_writes_is_named_and_none_of_insteps() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        before, marker = pending_writes._markers[:], Path(folder, "rank.writing")
+
+        class Saving(Around):
+            def forward(self, x: Tensor) -> Tensor:
+                path = Path(folder, "scores.pt")
+                with pending_writes.track_write(str(path)):
+                    torch.save(x, path)
+                return self.body(x)
+
+        pending_writes.set_marker(marker)
+        try:
+            with sharding() as log:
+                model = Saving()
+                for _ in range(3):
+                    model(torch.randn(6, 6))
+        finally:
+            pending_writes._markers[:] = before
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Saving whole: its forward writes files (scores.pt). "
+            "[INS711]\n"
+        )
 
 
 @ranks(2)

@@ -48,6 +48,12 @@ def set_marker(marker: Path) -> None:
     _markers[:] = [marker]
 
 
+def marked_file(path: str) -> str:
+    """The draft that was begun last, if `path` is the marker of this process; else `path`."""
+    is_marker = any(path == str(marker) for marker in _markers)
+    return next(reversed(_drafts), path) if is_marker else path
+
+
 @contextmanager
 def track_write(draft: str) -> Iterator[None]:
     """In here `draft` is written. SIGTERM, unless it has a handler, takes effect at the end."""

@@ -24,7 +24,7 @@ import torch.autograd.graph
 from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
-from instep.process.pending_writes import opens_to_write
+from instep.process.pending_writes import marked_file, opens_to_write
 from instep.process.torch_private import HOOKED_NODE
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_properties import is_library
@@ -281,10 +281,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event != "open":
         return
     path, mode, flags = args
-    if (
-        opens_to_write(mode, flags)
-        and isinstance(path, str | bytes)
-        and not any(c in os.fsdecode(path) for c in _CACHES)
-    ):
-        name = os.path.basename(os.fsdecode(path))
-        _current.note_lasting(f"its forward writes files ({name})")
+    if opens_to_write(mode, flags) and isinstance(path, str | bytes):
+        written = marked_file(os.fsdecode(path))  # torch.save opens its file in C++
+        if not any(part in written for part in _CACHES):
+            _current.note_lasting(f"its forward writes files ({os.path.basename(written)})")
