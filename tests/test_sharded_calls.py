@@ -1124,6 +1124,30 @@ def test_one_row_tells_nothing_of_batches_of_many() -> None:
         assert "whole where a batch has fewer rows than there are ranks;" in log.getvalue()
 
 
+class StatefulLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        return self.lstm(x, state)[0].square()
+
+
+@ranks(2)
+def test_the_layers_of_a_state_are_no_samples() -> None:
+    """With one sample; with many the state is divided as they are."""
+    model, x = StatefulLSTM(), torch.randn(6, 5, 6)
+    with sharding() as log:
+        for rows in (1, 6, 1, 6):
+            model(x[:rows], (torch.randn(2, rows, 4), torch.randn(2, rows, 4))).sum().backward()
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 2)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes StatefulLSTM whole where its first argument has fewer "
+            "rows than there are ranks; other batches are not affected. [INS711]\n"
+        )
+
+
 @ranks(2)
 def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
     model, x = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), mlp(nn.ReLU())), torch.randn(1, 6)

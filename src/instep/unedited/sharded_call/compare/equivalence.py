@@ -34,7 +34,12 @@ from instep.unedited.sharded_call.plan.division import (
     is_entries,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult, ShardingPlan
-from instep.unedited.sharded_call.plan.whole_reasons import FEW_ROWS, ReasonKind, WholeReason
+from instep.unedited.sharded_call.plan.whole_reasons import (
+    FEW_ROWS,
+    SHORT_FIRST,
+    ReasonKind,
+    WholeReason,
+)
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.forward.local_forward import gather_arguments
 from instep.unedited.sharded_call.run.region import call_state
@@ -136,6 +141,8 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
     sets_up = on_any_rank(reference.forward.changes_state, group.transport)
     kind = ReasonKind.SETS_UP if sets_up else ReasonKind.LASTING
     why = FEW_ROWS if has_few else WholeReason(text, kind)
+    if furthest == NOTHING_RIGHT and not has_few and comparison.call.has_short_first(group.size):
+        why = SHORT_FIRST
     return CallResult(reference.value(), None, why, is_sharded=False)
 
 

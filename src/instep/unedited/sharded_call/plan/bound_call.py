@@ -77,6 +77,12 @@ class BoundCall:
         """See `max_rows`."""
         return max_rows(self.leaves)
 
+    def has_short_first(self, size: int) -> bool:
+        """Whether the first of its tensors has fewer rows than `size`. A state that follows, as an
+        LSTM's, has one for each layer, which are no samples."""
+        first = next((tensor for tensor in self.tensors if tensor.dim()), None)
+        return first is not None and max_rows([first]) < size
+
     @cached_property
     def elements(self) -> int:
         """See `count_elements`."""

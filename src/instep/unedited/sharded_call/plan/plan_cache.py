@@ -316,7 +316,7 @@ def _keys_of(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What calls have in common that share an entry, and their strings."""
     key: tuple[Any, ...] = (
-        call.rows < size,  # what cannot be done with one row may be with many
+        (call.rows < size, call.has_short_first(size)),  # what one row forbids, many may allow
         call.module.training,
         torch.is_grad_enabled(),
         call.structure,

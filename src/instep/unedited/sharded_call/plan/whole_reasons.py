@@ -55,6 +55,10 @@ FEW_ROWS = WholeReason(
     "where a batch has fewer rows than there are ranks; other batches are not affected",
     ReasonKind.OF_ARGUMENTS,
 )
+SHORT_FIRST = WholeReason(
+    "where its first argument has fewer rows than there are ranks; other batches are not affected",
+    ReasonKind.OF_ARGUMENTS,
+)
 NO_ROWS = WholeReason("where none of its arguments has rows", ReasonKind.OF_ARGUMENTS)
 OTHER_ROWS = WholeReason(
     "where those of its arguments that have been divided together do not have the same number of "
