@@ -96,6 +96,29 @@ def test_a_traceback_of_an_unedited_script_reads_as_under_python(tmp_path: Path)
     assert lines == [line for line in alone.stderr.splitlines() if line.strip(" ^")]
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("raise SystemExit(9)", 9, "instep: rank 0 of 2 exited with code 9; so did rank 1\n"),
+        (
+            "raise ValueError('boo')",
+            1,
+            "instep: rank 0 of 2 failed (exit code 1); so did rank 1\n",
+        ),
+    ],
+)
+def test_ranks_that_fail_in_the_same_way_were_not_stopped(
+    tmp_path: Path, ending: str, code: int, said: str
+) -> None:
+    launch = Launch(tmp_path, ("run",))
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{ending}\n")
+    result = launch.run("-n", 2, path)
+    launch.close()
+    assert result.returncode == code
+    assert said in result.stderr
+
+
 WRITES_SLOWLY = """
 import ctypes, os
 import torch

@@ -217,7 +217,7 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         code = 128 + requested_signal if is_killed else first.code  # else the script has chosen it
         return replace(known, code=code, report=report)
     host = "" if job_info.one_host else job_info.host_of(first.rank)
-    text = format_report(first, result.ends, job_info.size, host)
+    text = format_report(first, result.ends, job_info.size, host, result.failures)
     is_here = job_info.first <= first.rank < job_info.first + job.size
     if not (is_here or job.hosts.has_own_terminal):  # one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"

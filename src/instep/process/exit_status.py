@@ -38,10 +38,18 @@ def shell_exit_code(code: int | None) -> int:
 
 
 def format_failure(
-    rank: int, size: int, what: str, finished: Iterable[int], stopped: Iterable[int]
+    rank: int,
+    size: int,
+    what: str,
+    finished: Iterable[int],
+    stopped: Iterable[int],
+    alike: Iterable[int] = (),
 ) -> str:
-    """One line: the rank that failed, how, and what became of the others."""
+    """One line: the rank that failed, how, and what became of the others. `alike`: those that
+    failed in the same way."""
     parts = [f"instep: rank {rank} of {size} {what}"]
+    if others := sorted(alike):
+        parts.append(f"so did {format_ranks(others)}")
     if done := sorted(finished):
         parts.append(f"{format_ranks(done)} had finished")
     return "; ".join(parts) + format_stopped(stopped)

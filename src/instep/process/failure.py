@@ -50,6 +50,8 @@ class Failure:
     UNKNOWN_RANK."""
     waiting_rank: int | None = None
     """The rank that waited for this one, which had ended with exit code 0."""
+    is_as_of_rank_0: bool = False
+    """Whether rank 0 has failed in the same way, and reports it."""
 
     def write(self, path: Path) -> None:
         """Write it to `path`, whole or not at all."""
@@ -162,17 +164,24 @@ def format_interrupt(
     return f"instep: {what}{place}{stopped}\n"
 
 
-def format_report(first: Failure, exits: Sequence[RankExit], size: int, host: str = "") -> str:
+def format_report(
+    first: Failure,
+    exits: Sequence[RankExit],
+    size: int,
+    host: str = "",
+    written: Sequence[Failure] = (),
+) -> str:
     """The last lines that the user reads: the first failure, and what became of the others.
 
-    `host`: that of the first failure, where the job has several.
+    `host`: that of the first failure, where the job has several; `written`: what the ranks wrote.
     """
     others = [each for each in exits if each.rank != first.rank]
     finished = [each.rank for each in others if each.code == 0 and not each.stopped]
-    stopped = [each.rank for each in others if each.rank not in finished]
+    alike = {each.rank for each in written if each.is_as_of_rank_0 and first.rank == 0}
+    stopped = [each.rank for each in others if each.rank not in {*finished, *alike}]
     adds_host = host and not first.lost_host and first.waiting_rank is None
     what = f"{first} on {host}" if adds_host else str(first)
-    line = format_failure(first.rank, size, what, finished, stopped)
+    line = format_failure(first.rank, size, what, finished, stopped, alike)
     text = first.text.rstrip(os.linesep)
     if first.code == -signal.SIGKILL and not any(
         each.rank == first.rank and each.stopped for each in exits

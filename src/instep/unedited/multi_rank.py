@@ -265,11 +265,16 @@ class MultiRankSession:
         self._relay.close()
         bootstrap.leave()
 
-    def reports_failure(self, message: str, error: BaseException | None = None) -> bool:
+    def reports_failure(
+        self,
+        message: str,
+        error: BaseException | None = None,
+        alike: Callable[[], object] = lambda: None,
+    ) -> bool:
         """As `FailureReports.is_to_report`; a rank whose script shares nothing reports its own."""
         if self._is_alone or not self._installed:
             return True
-        return self._failures.is_to_report(message, error)
+        return self._failures.is_to_report(message, error, alike)
 
     def _wait_for_all_ranks(self) -> None:
         """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""

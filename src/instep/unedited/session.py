@@ -122,12 +122,17 @@ def add_notes(error: BaseException) -> None:
         _current.multi_rank.add_notes(error)
 
 
-def reports_failure(message: str, error: BaseException | None = None) -> bool:
+def reports_failure(
+    message: str,
+    error: BaseException | None = None,
+    *,
+    alike: Callable[[], object] = lambda: None,
+) -> bool:
     """Called when the script fails, by an exception or not: waits until that may be reported;
-    whether by this rank."""
+    whether by this rank. Calls `alike` once rank 0 is known to fail in the same way."""
     if _current is None or _current.multi_rank is None:
         return True
-    return bool(_current.multi_rank.reports_failure(message, error))
+    return bool(_current.multi_rank.reports_failure(message, error, alike))
 
 
 def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:

@@ -111,10 +111,8 @@ def _store_host(store: dist.Store) -> list[str]:
 
 
 def announce_exit() -> None:
-    """This rank is at the end of its script and begins to wait for the others.
-
-    A rank that waits for it is deadlocked, which the watchers then find soon.
-    """
+    """This rank is at the end of its script and begins to wait for the others: one that waits for
+    it is deadlocked, which the watchers then find soon."""
     for client in _clients[-1:]:
         client.send("at_exit")
 
@@ -128,6 +126,12 @@ def announce_failure() -> threading.Event | None:
         return None
     _clients[-1].send("failing")
     return _clients[-1]._rank_0_waits
+
+
+def announce_same_failure() -> None:
+    """This rank has failed in the same way as rank 0, which reports it."""
+    for client in _clients[-1:]:
+        client.send("fails_alike")
 
 
 def announce_end() -> None:

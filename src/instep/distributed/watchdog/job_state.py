@@ -20,6 +20,8 @@ class JobState:
         """The exit codes of the ranks that have ended."""
         self.failures: list[Message] = []
         """In the order of their arrival."""
+        self.failing_alike: set[int] = set()
+        """The ranks that have failed in the same way as rank 0, which reports it."""
         self.first_failure: Message | None = None
         """The failure that is reported, once it is chosen."""
 

@@ -19,6 +19,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "finished": {},
     "at_exit": {},
     "failing": {},
+    "fails_alike": {},
     "failed": {
         "rank": _NUMBER,
         "host": _TEXT,

@@ -150,7 +150,7 @@ class Watcher:
                 )
             elif message_type == "alone":
                 self._stalls.set_single_rank()
-            elif message_type in ("at_exit", "failing"):
+            elif message_type in ("at_exit", "failing", "fails_alike"):
                 self._hub.send(message_type)
             elif message_type == "exiting":
                 self._process.confirm_exit(is_writing=message["writing"])

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -66,8 +67,10 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
 def _leave_after(error: BaseException, hook: ExceptHook, leave: ExitReporter) -> NoReturn:
     """Report how the script ended, and end this rank."""
     if isinstance(error, SystemExit):
-        if system_exit_code(error) and not program.failing(f"SystemExit: {error.code}"):
-            sys.exit(leave.leave_report_to_rank_0())
+        if (code := system_exit_code(error)) and not program.failing(
+            f"SystemExit: {error.code}", alike=partial(leave.leave_report_to_rank_0, code)
+        ):
+            sys.exit(code)
         sys.exit(leave.report_exit(error))
     if isinstance(error, KeyboardInterrupt):
         if program.failing(format_error(error), error):
@@ -77,8 +80,10 @@ def _leave_after(error: BaseException, hook: ExceptHook, leave: ExitReporter) ->
     # Another loader worker may die now: torch's handler raised an error into the report.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     hook.written = error
-    if not program.failing(format_error(error), error):
-        sys.exit(leave.leave_report_to_rank_0())
+    if not program.failing(
+        format_error(error), error, alike=partial(leave.leave_report_to_rank_0, 1)
+    ):
+        sys.exit(1)
     program.explain(error)
     leave.report_failure(error, code=1, raised=True)
     sys.excepthook(type(error), error, error.__traceback__)
@@ -143,10 +148,13 @@ class ExitReporter:
             client.report_collectives(error)
         self._write(error, code, format_traceback(error), raised)
 
-    def leave_report_to_rank_0(self) -> int:
-        """Report that rank 0 reports the same exception; returns the exit code."""
-        self._write_failure(Failure(self.rank, time.time(), 1, is_consequence=True))
-        return 1
+    def leave_report_to_rank_0(self, code: int) -> None:
+        """Note that rank 0 fails in the same way: it may still be about to report that, so that the
+        supervisor is not told."""
+        now = time.time()
+        failure = Failure(self.rank, now, code, is_consequence=True, is_as_of_rank_0=True)
+        with program.real_files():
+            failure.write(self.file)
 
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         follows = is_caused_by_another_rank(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -40,13 +41,18 @@ class FailureReports:
         """On rank 0: its script has come to its end."""
         self._store.set(_FAILED, "")
 
-    def is_to_report(self, message: str, error: BaseException | None = None) -> bool:
+    def is_to_report(
+        self,
+        message: str,
+        error: BaseException | None = None,
+        alike: Callable[[], object] = lambda: None,
+    ) -> bool:
         """Called when the script fails, by an exception or not: whether this rank is to report it.
 
         If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
-        wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
-        does neither in PATIENCE seconds and waits for other ranks, or in `_longest_wait`. Called
-        again, it returns True: that failure is another one.
+        call `alike` and wait for its end. Another rank reports its failure if rank 0 fails in
+        another way, ends, or does neither in PATIENCE seconds and waits for others, or in
+        `_longest_wait`. Called again, it returns True: that failure is another one.
         """
         if self.has_failed:
             return True
@@ -61,6 +67,8 @@ class FailureReports:
                 return True
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
+        client.announce_same_failure()
+        alike()
         with suppress(RuntimeError):
             self._store.wait([_NEVER], settings.timeout())
         return False

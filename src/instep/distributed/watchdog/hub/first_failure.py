@@ -102,9 +102,10 @@ class FirstFailure:
         description = first["description"] + on_host
         if awaited is not None and (awaited in job.finished or job.ended.get(awaited) == 0):
             description, rank = describe_early_exit(rank), awaited
-        others = set(range(job.size)) - {rank, *first.get("with", ())}
+        alike = job.failing_alike - {rank} if rank == 0 else set()
+        others = set(range(job.size)) - {rank, *first.get("with", ())} - alike
         finished = {each for each in others & job.finished if not job.ended.get(each)}
-        return format_failure(rank, job.size, description, finished, others - finished)
+        return format_failure(rank, job.size, description, finished, others - finished, alike)
 
     def _end_others(self) -> None:
         if not self._is_ending_others:

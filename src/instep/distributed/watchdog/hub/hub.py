@@ -83,6 +83,8 @@ class Hub:
             self._fail(message)
         elif message_type == "failing":
             self._waiting.add_failing(rank)
+        elif message_type == "fails_alike":
+            self.job.failing_alike.add(rank)
         elif message_type == "waits":
             self._waiting.add(rank, message)
         elif message_type == "resumed":
