@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ PROGRAMS = {
     "network namespaces": ("ip", "unshare"),
     "zsh": ("zsh",),
     "fish": ("fish",),
-    "C++": ("g++",),  # simulated_streams.cpp
+    "C++": ("g++",),  # simulated_streams.cpp, cpu_kernels.c
     "ssh": ("ssh", "sshd", "ssh-keygen"),
 }
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
+"""Which "C++" needs, too: Debian has it in a package of its own."""
 ROOT_ONLY = ("Slurm", "network namespaces")
 
 
@@ -39,6 +42,8 @@ def missing(name: str) -> str | None:
     absent = [program for program in PROGRAMS[name] if shutil.which(program, path=PATH) is None]
     if absent:
         return f"{name} is not installed ({', '.join(absent)} not found)"
+    if name == "C++" and not HEADER.exists():
+        return f"Python's headers are not installed ({HEADER} not found)"
     if name in ROOT_ONLY and os.getuid() != 0:
         return f"{name} of the tests' own needs root"
     return None

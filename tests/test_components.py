@@ -21,6 +21,14 @@ def test_a_test_without_its_launcher_is_skipped_and_under_ci_a_failure(monkeypat
         components.require(("MPICH",))
 
 
+def test_what_is_compiled_needs_pythons_headers(monkeypatch, tmp_path):
+    monkeypatch.setattr(components, "HEADER", tmp_path / "Python.h")
+    monkeypatch.setattr(components, "PROGRAMS", {"C++": ()})
+    assert "Python's headers are not installed" in (components.missing("C++") or "")
+    components.HEADER.touch()
+    assert components.missing("C++") is None
+
+
 @pytest.mark.parametrize(("ci", "are"), [("", "skipped"), ("true", "failures, as CI is set")])
 def test_what_cannot_be_installed_keeps_no_other_test_from_running(tmp_path, ci, are):
     (tmp_path / "id").symlink_to(str(shutil.which("id")))
