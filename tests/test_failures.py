@@ -393,6 +393,37 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert said.count("instep: ") == 1
 
 
+ALONE = """
+import os, sys
+print("begins", flush=True)
+if os.environ["RANK"] == "1":
+    sys.exit(sys.stdin.read())
+import instep
+instep.init()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(60)
+def test_a_rank_that_waits_for_others_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    environ["INSTEP_ARRIVAL_NOTICE"] = "1"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES, port], cwd=tmp_path, env=environ, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as launcher:  # fmt: skip
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["begins\n"] * 2
+        assert "instep: has waited" in launcher.stderr.readline()
+        launcher.kill()
+        why = "RendezvousError: the process that started this rank was ended before all ranks had"
+        assert any(why in line for line in iter(launcher.stderr.readline, ""))
+
+
 class FakeWatcher:
     """A watcher's connection to a hub whose loop does not run."""
 

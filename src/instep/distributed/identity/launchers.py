@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from instep.distributed.identity import endpoints, nodelist
 from instep.distributed.identity.local_ranks import LocalRanks
@@ -247,6 +247,28 @@ def launcher_process() -> int | None:
             if any(found.get(name) != environ[name] for name in (*launcher.markers, launcher.rank)):
                 return pid
     return None
+
+
+@cache
+def note_launcher() -> tuple[int, int] | None:
+    """Remember from the first call on which process `launcher_process` is: its id and its start
+    time. None under `instep run`, which ends the ranks itself if its supervisor is killed."""
+    with suppress(OSError):
+        if JOB not in os.environ and (pid := launcher_process()) is not None:
+            return pid, read_stat(pid).start_time
+    return None
+
+
+def has_lost_launcher() -> bool:
+    """Whether that process has ended."""
+    launcher = note_launcher()
+    if launcher is None:
+        return False
+    pid, start = launcher
+    with suppress(OSError):
+        stat = read_stat(pid)
+        return stat.start_time != start or not stat.is_alive()
+    return True
 
 
 def has_chosen_threads(environ: Mapping[str, str]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from instep.distributed.errors import RendezvousError
+from instep.distributed.identity import launchers
 from instep.distributed.identity.local_ranks import LocalRanks, is_orphan
 from instep.process import settings
 from instep.process.exit_status import format_arrived, format_ranks
@@ -45,6 +46,7 @@ class ArrivalWait:
         self._longest_pause = max(_MAX_PAUSE, count / _ATTEMPTS_PER_SECOND)
         self._begin = time.monotonic()
         self._grace = grace
+        launchers.note_launcher()
 
     def until(
         self, attempt: Callable[[], T | None], arrived: Callable[[], Mapping[int, str]] = _nobody
@@ -53,8 +55,8 @@ class ArrivalWait:
 
         `arrived` returns the members that have arrived, with their hosts; by default this one
         waits for the first member. Raises RendezvousError when time is over, when one that did not
-        arrive has ended, and when the process has ended that started this one as a child of
-        multiprocessing.
+        arrive has ended, and when the process has ended that started this one, as a launcher or
+        with multiprocessing.
         """
         while (found := attempt()) is None:
             self.check(arrived)
@@ -65,7 +67,7 @@ class ArrivalWait:
         """Between two attempts. Raises as `until` does."""
         if self._local_ranks is not None and (ended := self._local_ranks.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
-        if is_orphan():
+        if is_orphan() or launchers.has_lost_launcher():
             raise RendezvousError(
                 "the process that started this rank was ended before all ranks had met, so nobody "
                 "starts those that are missing, or waits for this one."

@@ -39,6 +39,7 @@ def prepare(command: Sequence[str]) -> None:
     world = launchers.detect()
     if world == World():
         return
+    launchers.note_launcher()
     if world.size > 1:
         session.fix_hash_seed()
     variables, secret = world_variables(world), {}
