@@ -119,6 +119,30 @@ def test_ranks_that_fail_in_the_same_way_were_not_stopped(
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "raise RuntimeError(os.strerror(errno.EAGAIN))  # as in C++",
+        "threading.Thread(target=print).start()",
+        "subprocess.run(['true'])",
+    ],
+)
+def test_a_rank_that_may_start_no_thread_or_process_is_told_of_the_limit(
+    launch: Launch, starts: str
+) -> None:
+    script = launch.script(f"""
+        import errno, subprocess, threading, _thread, _posixsubprocess
+        def start(*args, **kwargs):
+            if args[-1:] == ((),):
+                raise RuntimeError("can't start new thread")
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        threading._start_new_thread = subprocess._fork_exec = start
+        {starts}
+    """)
+    result = launch.run("-n", 1, script)
+    assert result.stderr.splitlines()[-1].startswith("The system lets this user or container start")
+
+
 WRITES_SLOWLY = """
 import ctypes, os
 import torch

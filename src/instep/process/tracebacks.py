@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import linecache
 import os
 import sys
@@ -23,6 +24,11 @@ _LOST_PEER = (
     ("error when running the callback: PeerLeftError",),
 )
 """Words of torch's RuntimeErrors which say no more than that a peer has gone."""
+
+_REFUSED_THREAD = (os.strerror(errno.EAGAIN), "can't start new thread")
+"""How RuntimeErrors of C++ and of Python begin where the system starts no more threads."""
+_FORKS = ("_execute_child", "_launch")
+"""The functions of subprocess and multiprocessing that start a process."""
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -73,6 +79,20 @@ def format_traceback(error: BaseException) -> str:
     trim_traceback(printed)
     text = "".join(traceback.format_exception(printed))
     return text if printed is error else f"{text}After that: {format_error(error)}\n"
+
+
+def note_thread_limit(error: BaseException) -> None:
+    """Add to an error which says that a thread or a process cannot be started what forbids it."""
+    cause = root_cause(error)
+    refused = isinstance(cause, RuntimeError) and str(cause).startswith(_REFUSED_THREAD)
+    if isinstance(cause, BlockingIOError):
+        frames = [*_frames(cause.__traceback__)][-2:]
+        refused = any(frame.tb_frame.f_code.co_name in _FORKS for frame in frames)
+    if refused:
+        cause.add_note(
+            "The system lets this user or container start no more processes and threads (ulimit "
+            "-u; pids.max of the control group). Each rank needs some 40."
+        )
 
 
 def script_line(error: BaseException) -> str:

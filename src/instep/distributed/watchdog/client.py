@@ -44,6 +44,7 @@ from instep.process.last_position import LastPosition, enable_faulthandler, writ
 from instep.process.tracebacks import (
     awaited_rank,
     is_caused_by_another_rank,
+    note_thread_limit,
     script_line,
     trim_traceback,
 )
@@ -254,13 +255,12 @@ class WatcherClient:
     ) -> None:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
-            is_consequence = is_caused_by_another_rank(error)
             code = 130 if issubclass(error_type, KeyboardInterrupt) else 1
             note_condition(error)
+            note_thread_limit(error)
             report_collectives(error)
-            self._report_failure(
-                code, is_consequence=is_consequence, awaited_rank=awaited_rank(error)
-            )
+            follows, awaited = is_caused_by_another_rank(error), awaited_rank(error)
+            self._report_failure(code, is_consequence=follows, awaited_rank=awaited)
             trim_traceback(error)
         self._previous_hook(error_type, error, error.__traceback__)
 
