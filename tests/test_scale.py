@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from counted import counted_calls
-from instep.distributed.errors import AuthenticationError
+from instep.distributed.errors import AuthenticationError, SharedMemoryError
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation import connections
 from instep.distributed.negotiation.channels import encode
@@ -443,6 +443,25 @@ def test_ranks_of_a_large_world_connect_when_they_have_something_to_say(size, re
         [sys.executable, "-c", GROUP, str(size)], capture_output=True, text=True, env=environ
     )
     assert (done.returncode, done.stdout.strip()) == (0, reads), done.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("starts", ["run", "ranks"])
+def test_a_job_whose_files_may_not_grow_is_told_of_the_limit(tmp_path, starts) -> None:
+    (tmp_path / "train.py").write_text("import instep\ninstep.barrier()\n")
+    command = ["-m", "instep", "run", "-n", "2", "train.py"] if starts == "run" else ["train.py"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 20; exec "$@"', "sh", sys.executable, *command], cwd=tmp_path,
+        env=os.environ | ({} if starts == "run" else {"RANK": "0", "WORLD_SIZE": "2"}),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "a file may have 10240 bytes here (ulimit -f), and the memory" in done.stderr
+
+
+def test_memory_that_a_limit_forbids_is_not_blamed_on_buckets() -> None:
+    assert "Raise `ulimit -f` on this host." in str(SharedMemoryError(9, 2, "File too large"))
+    assert "Use smaller buckets" in str(SharedMemoryError(9, 2, "No space left on device"))
 
 
 FEW_FILES = """

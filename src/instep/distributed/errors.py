@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Collection, Iterable, Mapping
 
 from instep.distributed.conditions import advise_on_condition
@@ -133,9 +135,11 @@ class SharedMemoryError(CollectiveError, RuntimeError):
     """There is not enough shared memory for all ranks."""
 
     def __init__(self, size: int, ranks: int, reason: str) -> None:
+        is_limited = os.strerror(errno.EFBIG) in reason
+        advice = "Raise `ulimit -f`" if is_limited else "Use smaller buckets or fewer ranks"
         super().__init__(
             f"{ranks} rank{'s' * (ranks != 1)} cannot map {size} bytes of shared memory "
-            f"({reason or 'this rank could'}). Use smaller buckets or fewer ranks on this host."
+            f"({reason or 'this rank could'}). {advice} on this host."
         )
 
 

@@ -1,4 +1,5 @@
-"""How many files this process may have open at once: its connections grow with the job.
+"""How many files this process may have open at once, and how large they may be: its connections
+grow with the job, and the memory that ranks share is files to the system.
 
 Most systems let a process open 1,024, and let it raise that itself to a limit that is higher.
 """
@@ -7,7 +8,11 @@ from __future__ import annotations
 
 import resource
 
+from instep.errors import LaunchError
 from instep.process import print_line
+
+_LEAST_SIZE = 1 << 20
+"""Bytes of a file: more than what a rank shares with its watcher."""
 
 
 def allow_open_files(count: int) -> None:
@@ -24,4 +29,14 @@ def allow_open_files(count: int) -> None:
         print_line(
             f"this process may open {reachable} files (ulimit -Hn); a job of this size may "
             f"need {count}."
+        )
+
+
+def check_file_size() -> None:
+    """Raise LaunchError where the system allows files that are too small for any job."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_SIZE:
+        raise LaunchError(
+            f"a file may have {soft} bytes here (ulimit -f), and the memory that ranks share is "
+            "files to the system. Raise the limit, by `ulimit -f unlimited` where that is allowed."
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from instep.distributed.file_limit import allow_open_files
+from instep.distributed.file_limit import allow_open_files, check_file_size
 from instep.distributed.identity.launchers import RESTARTS
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.errors import StartError
@@ -115,6 +115,7 @@ def run_job(
     is left on this host.
     """
     settings.check_variables()
+    check_file_size()
     allow_open_files(_FILES + _FILES_PER_RANK * job.size + job.hosts.nodes)
     output = choose_output(job.output, append=job.restarts > 0)
     job_info = join_hosts(

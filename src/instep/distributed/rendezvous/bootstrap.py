@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 
 from instep.distributed import gloo_threads, interfaces, shm
 from instep.distributed.errors import RendezvousError
-from instep.distributed.file_limit import allow_open_files
+from instep.distributed.file_limit import allow_open_files, check_file_size
 from instep.distributed.flight_record import timeline_file
 from instep.distributed.gloo_connections import connect_when_used
 from instep.distributed.identity import launchers
@@ -160,6 +160,7 @@ def _init(
     if world.size == 1:
         return world
     timeout = timeout or settings.timeout()
+    check_file_size()
     allow_open_files(_FILES + _FILES_PER_RANK * world.size)
     connect_when_used(world.size)
     timeline_file.create(world.local_rank, world.node_rank)
