@@ -126,6 +126,29 @@ def test_a_sleep_is_interrupted_and_the_second_ctrl_c_ends_the_job(launch: Launc
     assert result.stderr.count("\n") == 1
 
 
+def test_an_interrupt_that_an_import_of_torch_loses_comes_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, weakref\n"
+        "class Lock: pass\n"
+        "lock = Lock()\n"
+        "held = weakref.ref(lock, lambda _: os.kill(os.getpid(), signal.SIGINT))\n"
+        "del lock\n"
+        "print('imported', flush=True)\n"
+    )
+    code = (
+        "import signal\n"
+        "from instep.launch.worker import torch_import\n"
+        "torch_import.prepare()\n"
+        "try:\n    import torch\n"
+        "except KeyboardInterrupt:\n"
+        "    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "imported\nTrue\n", done.stderr
+
+
 @pytest.mark.launch
 def test_an_interrupt_that_nobody_catches_is_one_line(launch: Launch) -> None:
     path = script(launch, **UNEDITED | {"after": "raise"})

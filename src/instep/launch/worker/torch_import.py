@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import io
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
+from instep.process import in_main_thread
 from instep.process.import_hooks import after_import, during_import
 from instep.process.patching import Function
 
@@ -26,6 +28,7 @@ _is_imported = False
 
 def prepare() -> None:
     """Make the import cheaper. Call this before torch is imported; later it changes nothing."""
+    during_import("torch", _keeping_interrupts)
     freeze_torch_objects()
     during_import("torch", _modules_by_name)
     defer_torch_compile()
@@ -65,6 +68,33 @@ def _is_open_for_writing(thing: object) -> bool:
     with suppress(ValueError):  # it is detached, or has no descriptor
         return not thing.closed and thing.fileno() > 2
     return False
+
+
+@contextmanager
+def _keeping_interrupts() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at the end that came in between and was lost.
+
+    Python ignores one that is raised in a callback of a weak reference or in `__del__`, of which an
+    import of torch calls thousands, and extension modules may drop one in their code of C++.
+    """
+    original = signal.getsignal(signal.SIGINT)
+    if not in_main_thread() or original is not signal.default_int_handler:
+        yield
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handle:
+            signal.signal(signal.SIGINT, original)
+    if received:
+        raise KeyboardInterrupt
 
 
 @contextmanager
