@@ -291,3 +291,13 @@ def test_an_installed_jittor_comes_first(tmp_path: Path) -> None:
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout == "their own\n"
+
+
+@ranks(3)
+def test_a_sample_counts_once_in_training_where_the_last_rank_has_no_rows_of_a_batch():
+    mean, gathered = instep.Mean(), []
+    for k, _ in Squares(10, batch_size=6):  # the last batch of 4 is divided as 2, 2 and none
+        mean.update(k.double())
+        gathered += instep.gather_rows(k).tolist()
+    assert gathered == [*range(10)]
+    assert mean.compute() == 4.5

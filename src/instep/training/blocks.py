@@ -46,6 +46,11 @@ class Block:
         return self.count == 0
 
     @property
+    def has_empty_ranks(self) -> bool:
+        """Whether there are ranks without samples of this batch."""
+        return self.total < self.size
+
+    @property
     def fraction(self) -> float:
         """The rank's fraction of the batch: the weight of its gradient of a mean."""
         return self.count / self.total if self.total else 0.0

@@ -38,7 +38,7 @@ class BatchCandidates:
     def is_placeholder(self) -> bool:
         """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
         for each in self.blocks:
-            if each is not None and each.total < each.size:
+            if each is not None and each.has_empty_ranks:
                 block = self.resolve()
                 return block is not None and block.is_empty
         return False

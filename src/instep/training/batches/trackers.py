@@ -91,7 +91,7 @@ class BatchTracker:
         that it does not change (`note_collective`).
         """
         has_placeholders = torch.is_grad_enabled() or _collectives > self._collectives
-        self.is_skipped_by_some = block.total < block.size and not has_placeholders
+        self.is_skipped_by_some = block.has_empty_ranks and not has_placeholders
         return has_placeholders or not block.is_empty
 
     @property

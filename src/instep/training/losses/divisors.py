@@ -73,7 +73,7 @@ def is_first_of_kind(replica: object, block: Block) -> bool:
 
     There a sum that is divided by a constant shows; elsewhere it looks like a mean over columns.
     """
-    is_uneven = block.total >= block.size and block.total % block.size > 0
+    is_uneven = not block.has_empty_ranks and block.total % block.size > 0
     last = _last_of.get(replica)
     is_other = last is not None and last.total != block.total
     is_first = (is_uneven and replica not in _met_uneven) or (

@@ -38,6 +38,12 @@ class FrontBlock(Block):
         """The first sample after the rank's."""
         return min((self.rank + 1) * -(-self.total // self.size), self.total)
 
+    @property
+    def has_empty_ranks(self) -> bool:
+        """Whether there are ranks without samples of this batch: of 4 rows the last rank of 3 has
+        none."""
+        return (self.size - 1) * -(-self.total // self.size) >= self.total
+
 
 def _empty_front_block() -> FrontBlock:
     block = empty_block()
