@@ -9,6 +9,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+import instep.compat.horovod as hvd
+from horovod_ranks import initialized
+from instep.compat import jittor as jt
 from instep.errors import InstepWarning, TrainingError
 from pool import ranks, run
 
@@ -256,3 +259,41 @@ def test_so_is_one_by_torch_distributed_itself():
         samples = torch.tensor(sum(len(x) for (x,) in loader))
     torch.distributed.all_reduce(samples)
     assert samples == 5
+
+
+def count_in_each_batch(loader):
+    for (x,) in loader:  # the last batch has one row, which is the last rank's
+        yield torch.tensor(float(len(x)))
+
+
+REDUCTIONS = {
+    "torch": lambda count: torch.distributed.all_reduce(count),
+    "a barrier": lambda _: torch.distributed.barrier(),
+    "Horovod": hvd.allreduce,
+    "Jittor": jt.mpi_all_reduce,
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_a_collective_of_any_library_in_a_batch_that_some_ranks_skip_is_an_error(reduce):
+    run(2, reduce_in_a_skipped_batch, reduce)
+
+
+def reduce_in_a_skipped_batch(reduce):
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(9, 3)), 4))
+    with initialized() if reduce == "Horovod" else nullcontext(), torch.no_grad():
+        for k, count in enumerate(count_in_each_batch(loader)):
+            if k < 2:
+                REDUCTIONS[reduce](count)
+            else:
+                assert instep.rank == 1
+                with pytest.raises(TrainingError, match="a batch of this loop has fewer rows"):
+                    REDUCTIONS[reduce](count)
+
+
+@ranks(2)
+def test_an_average_of_horovod_of_what_a_placeholder_gave_is_told_of():
+    loader = instep.shard(DataLoader(TensorDataset(torch.arange(5.0)), 2))
+    samples = torch.tensor(sum(float(len(x)) for (x,) in loader))
+    with initialized(), pytest.warns(InstepWarning, match="This line takes .*INS709"):
+        hvd.allreduce(samples)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.errors import WrongArgumentError
+from instep.distributed.communication.exchanges import before_collectives
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Request, Response
 from instep.distributed.negotiation.negotiator import Task
@@ -154,8 +155,12 @@ def submit(
         rest: the other fields of a Request.
 
     Raises WrongArgumentError, WrongDeviceError, UnsuitableTensorError, NameInFlightError,
-    NotAMemberError, HorovodInternalError after the end.
+    NotAMemberError, HorovodInternalError after the end, TrainingError in a loop without gradients
+    where ranks have skipped the batch.
     """
+    if process_set is global_process_set:
+        for check in before_collectives:
+            check()
     if not tensors:
         raise WrongArgumentError(f"{name} takes at least one tensor.")
     for tensor in tensors:

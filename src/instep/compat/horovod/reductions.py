@@ -29,6 +29,7 @@ from instep.compat.horovod.handles import (
 )
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.tensors import apply, make_sparse
+from instep.distributed.communication.exchanges import before_values
 from instep.distributed.negotiation.execution import scale
 
 Tensors = Sequence[Tensor]
@@ -163,6 +164,8 @@ def allreduce(
     NotInitializedError, WrongArgumentError, WrongDeviceError, UnsuitableTensorError,
     NameInFlightError, NotAMemberError.
     """
+    for look in before_values:
+        look(True)
     reduction = parse_reduction(
         "allreduce", name, op, average, prescale_factor, postscale_factor, process_set
     )

@@ -65,8 +65,8 @@ def register(batch: object, block: Block, tracker: BatchTracker | None = None) -
     """A loop has requested `batch` and works on it now or later."""
     tracker = _manual if tracker is None else tracker
     index = _request(tracker, block)
-    if block.total < block.size and not tracker.is_skipped_by_some:
-        tracker.has_placeholders = True
+    if block.has_empty_ranks:
+        tracker.has_placeholders |= not tracker.is_skipped_by_some
         _follow_torch_distributed()
     for leaf in tensor_leaves(batch):
         _block_of[leaf] = block
@@ -137,7 +137,7 @@ def _look_for_placeholders(reduces: bool) -> None:
     if scope_number() is not None or not _trackers or not _trackers[-1].has_placeholders:
         return
     last = _trackers[-1]
-    in_loop = not last.is_stale and any(block.total < block.size for block in last.candidates())
+    in_loop = not last.is_stale and any(block.has_empty_ranks for block in last.candidates())
     if not (reduces or in_loop):
         return
     line = script_line()
@@ -154,18 +154,26 @@ def _look_for_placeholders(reduces: bool) -> None:
 before_values.append(_look_for_placeholders)
 
 
+def _check_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_collective()
+    return original(*args, **kwargs)
+
+
 def _look_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_collective()
     _look_for_placeholders(True)
     return original(*args, **kwargs)
 
 
 @functools.cache
 def _follow_torch_distributed() -> None:
-    """Look for placeholders before the script's calls of torch.distributed, too, as those of
-    torchmetrics are; from now on."""
+    """Look for placeholders, and for ranks that will not come, before the script's calls of
+    torch.distributed, too, as those of torchmetrics are; from now on."""
     names = "all_reduce reduce all_gather all_gather_into_tensor gather all_gather_object"
-    reason = "what was computed from a placeholder counts there"
-    PatchHandle(patches(reason, (dist, names, _look_and_call), compile="skip"))
+    others = "barrier broadcast broadcast_object_list scatter reduce_scatter all_to_all"
+    reason = "ranks without rows do not come, or what they have computed counts there"
+    rows = (dist, names, _look_and_call), (dist, others, _check_and_call)
+    PatchHandle(patches(reason, *rows, compile="skip"))
 
 
 def end_step() -> None:
@@ -198,7 +206,7 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
         progress.current.note_request()
         if tracker is not _manual:
             progress.current.note_loaded()
-        if progress.is_followed() and block.total >= block.size and len(_past) < _MAX_PAST:
+        if progress.is_followed() and not block.has_empty_ranks and len(_past) < _MAX_PAST:
             _past[block] = None
         if progress.is_followed() and torch.is_grad_enabled():
             _recent.append(block)
@@ -235,7 +243,7 @@ def may_be_skipped(block: Block) -> bool:
     """Whether ranks without rows of this batch, at some number of ranks, do not get it now."""
     if torch.is_grad_enabled():
         return False
-    return block.total < block.size or any(tracker.is_short(block) for tracker in _trackers)
+    return block.has_empty_ranks or any(tracker.is_short(block) for tracker in _trackers)
 
 
 def find_block(tensor: Tensor) -> Block | None:
