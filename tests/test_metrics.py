@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+import instep.compat.apex.parallel as apex
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
 from instep.compat import jittor as jt
-from instep.errors import InstepWarning, TrainingError
+from instep.errors import InstepWarning, TrainingError, UnknownBatchError
 from pool import ranks, run
 
 
@@ -297,3 +298,59 @@ def test_an_average_of_horovod_of_what_a_placeholder_gave_is_told_of():
     samples = torch.tensor(sum(float(len(x)) for (x,) in loader))
     with initialized(), pytest.warns(InstepWarning, match="This line takes .*INS709"):
         hvd.allreduce(samples)
+
+
+def two_loaders(library, values):
+    """The means of the losses of two loaders, of whose last batches one leaves a rank without rows
+    and both have one row on the other."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with initialized() if library == "Horovod" else nullcontext():
+        if library == "Horovod":
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        else:
+            model = {"instep": instep.replicate, "Apex": apex.DistributedDataParallel}[library](
+                model
+            )
+        return train_by_two_loaders(model, optimizer, VALUES[values])
+
+
+VALUES = {
+    "detached": lambda mean, loss, x: mean.update(loss.detach(), len(x)),
+    "number": lambda mean, loss, x: mean.update(loss.item(), len(x)),
+    "with graph": lambda mean, loss, x: mean.update(loss, len(x)),
+    "named": lambda mean, loss, x: mean.update(2 * loss.item(), len(x), samples=x),
+}
+
+
+def train_by_two_loaders(model, optimizer, update):
+    rows = torch.randn(18, 3, generator=torch.Generator().manual_seed(3))
+    loaders = [instep.shard(DataLoader(TensorDataset(rows[:n]), 8)) for n in (18, 17)]
+    means = [instep.Mean(), instep.Mean()]
+    for batches in zip(*loaders, strict=True):
+        losses = []
+        for (x,) in batches:
+            losses += [model(x).square().mean()]
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mean, loss, (x,) in zip(means, losses, batches, strict=True):
+            update(mean, loss, x)
+    return [mean.compute() for mean in means]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("library", ["instep", "Horovod", "Apex"])
+def test_a_mean_finds_the_batch_of_a_loss_where_two_loaders_are_in_use(library, values):
+    (whole,) = run(1, two_loaders, library, values)
+    for theirs in run(2, two_loaders, library, values):
+        assert theirs == pytest.approx(whole, rel=1e-5)
+
+
+@ranks(2)
+def test_a_value_of_one_of_two_batches_that_nothing_tells_is_an_error():
+    model = instep.replicate(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UnknownBatchError, match=r"mean\.update\(value, len\(x\), samples=x\)"):
+        train_by_two_loaders(model, optimizer, lambda m, loss, x: m.update(3 * loss.item(), len(x)))

@@ -25,6 +25,8 @@ from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, roots_of
 from instep.training.batches import progress, registry
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.noted_losses import note_losses
 from instep.training.buckets.reducer import (
     BackwardState,
     is_reducing,
@@ -198,6 +200,8 @@ def backward(
         _check_outer_backward(roots)
     has_replicas = bool(reducer_of) or _has_replicas_without_parameters()
     if nested or not (has_replicas or averages.may_need_weight()):
+        if not nested:
+            _note_averaged(roots)
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
@@ -215,6 +219,7 @@ def backward(
     call = _single_call(forwards)
     own_weight = _weight(call)
     note_loss(roots, own_weight)
+    note_losses(roots, call.batch)
     if grad_tensors is None and call.weight is None:
         _check_divisors(roots, call)
     weighted = _multiply_grads(roots, grad_tensors, own_weight)
@@ -246,15 +251,22 @@ def _backward_of_averages(
     """Backward of a graph without a replica: gradients that are averaged later get their weight."""
     found = averages.find_weight(roots, get_transport()) if averages.may_need_weight() else None
     if found is None:
+        _note_averaged(roots)
         original(roots, grad_tensors, *rest)
         return
     block, weight = found
+    note_losses(roots, BatchCandidates((block,)))
     forward_calls.push(ForwardCall.of(block))
     try:
         original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)
     finally:
         forward_calls.drop()
         registry.end_step()
+
+
+def _note_averaged(roots: tuple[Root, ...]) -> None:
+    if averages.externally_averaged and (batch := averages.batch()).is_single:
+        note_losses(roots, batch)
 
 
 def _backward_of_replicas(

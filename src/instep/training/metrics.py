@@ -16,8 +16,11 @@ from torch import Tensor
 
 from instep.distributed.communication.exchanges import all_gather_internal
 from instep.distributed.communication.transport import get_transport
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.noted_losses import are_of_several, find_noted
 from instep.training.batches.registry import find_candidates, note_collective
-from instep.training.forward_calls import last
+from instep.training.errors import UnknownBatchError
+from instep.training.forward_calls import find_calls, last
 
 M = TypeVar("M", bound="Metric")
 
@@ -122,14 +125,21 @@ class Mean(Metric):
     def __init__(self) -> None:
         super().__init__(2)
 
-    def update(self, value: Tensor | float, count: float | None = None) -> None:
+    def update(
+        self, value: Tensor | float, count: float | None = None, samples: Tensor | None = None
+    ) -> None:
         """Add this rank's values.
 
         Args:
             value: one value for each sample (any shape), or, with `count`, their mean.
             count: how many samples `value` is the mean of; may be a number of tokens. With 0,
                 `value` may be anything.
+            samples: a tensor of the batch. It is needed only where loops over several loaders are
+                at work and `value` is no loss that had a backward.
+
+        Collective where that is so. Raises UnknownBatchError where the batch cannot be told.
         """
+        of_batch = value if samples is None else samples
         values = (
             value
             if isinstance(value, Tensor)
@@ -141,7 +151,8 @@ class Mean(Metric):
         else:
             mean = values.double().mean() if count else values.new_zeros((), dtype=torch.float64)
             total = mean * count
-        self._add(torch.stack([total, torch.full_like(total, count)]), values, rows)
+        totals = torch.stack([total, torch.full_like(total, count)])
+        self._add(totals, of_batch if isinstance(of_batch, Tensor) else values, rows)
 
     def compute(self) -> float:
         """The mean over all ranks; NaN where nothing was counted. Collective."""
@@ -226,13 +237,38 @@ def gather_rows(rows: Tensor) -> Tensor:
 def _is_placeholder(values: Tensor, rows: int | None = None) -> bool:
     """Whether these come from the sample that a rank without rows runs; `rows`: how many samples a
     mean is of, as far as that is known."""
-    batch, call = find_candidates(values), last()
+    batch = find_candidates(values)
     if len(batch.blocks) > 1 and not batch.rows and rows is not None:
         batch = replace(batch, rows=frozenset((rows,)))
+    if len(batch.blocks) > 1 and any(each and each.has_empty_ranks for each in batch.blocks):
+        return _is_placeholder_of_several(values, batch)
+    return _of_last_forward(batch).is_placeholder
+
+
+def _is_placeholder_of_several(values: Tensor, batch: BatchCandidates) -> bool:
+    """The same where batches of several loops are possible, some without rows for all ranks."""
+    calls = find_calls((values,))[0] if values.grad_fn is not None else []
+    if len(calls) == 1:
+        return calls[0].is_placeholder
+    noted = find_noted(values, batch.blocks)
+    if noted is None and not are_of_several(batch.blocks):
+        noted = _of_last_forward(batch)
+    try:
+        return (batch if noted is None else noted).is_placeholder
+    except UnknownBatchError as error:
+        raise UnknownBatchError(
+            "these values may be of different batches, of which some have no rows on this or "
+            "another rank. Update the metric with the loss on which backward is called; or name "
+            "a tensor of the batch, as in mean.update(value, len(x), samples=x)."
+        ) from error
+
+
+def _of_last_forward(batch: BatchCandidates) -> BatchCandidates:
+    call = last()
     # A loss is no part of a batch: it belongs to the forward that was made last, if that may be, as
     # it may wherever no loop is at work: of kept batches (`itertools.cycle`) any is possible.
     if len(batch.blocks) > 1 and call is not None:
         possible = {*batch.blocks}
         if {*call.batch.blocks} < possible or None in possible:
-            batch = call.batch
-    return batch.is_placeholder
+            return call.batch
+    return batch

@@ -28,8 +28,8 @@ from instep.compat.horovod.handles import (
     takes_arguments_of,
 )
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
-from instep.distributed.communication.tensors import apply, make_sparse
 from instep.distributed.communication.exchanges import before_values
+from instep.distributed.communication.tensors import apply, make_sparse
 from instep.distributed.negotiation.execution import scale
 
 Tensors = Sequence[Tensor]

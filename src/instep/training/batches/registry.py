@@ -23,7 +23,7 @@ from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
 from instep.process.patching import PatchHandle, patches
 from instep.process.torch_private import is_transformed, unwrap_transformed
-from instep.training.batches import loop_ends, progress
+from instep.training.batches import loop_ends, noted_losses, progress
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.trackers import BatchTracker, ManualBatchTracker, count_collective
 from instep.training.blocks import Block, tensor_leaves
@@ -192,6 +192,7 @@ def reset() -> None:
     _manual = ManualBatchTracker()
     progress.reset()
     loop_ends.reset()
+    noted_losses.reset()
     _trackers.clear()
     _parts.clear()
     _gone.clear()
