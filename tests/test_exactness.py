@@ -204,10 +204,28 @@ def test_a_sum_over_the_batch_size_is_named_where_all_batches_are_even():
 
     divisors._warned.clear()
     with pytest.warns(InstepWarning, match="a loss that is a sum over rows.*INS716"):
-        play(fraction_of_a_sum, (summed, 18))
+        play(fraction_of_a_sum, (summed, 27))  # named at the third, since none is added to it
     divisors._warned.clear()
     play(fraction_of_a_sum, (lambda out, y: out[:, :3].square().sum() / (3 * len(out)), 18))
     play(fraction_of_a_sum, (MEANS["accumulated"], 18))  # over as many batches as ranks
+
+
+def accumulate_sums(zeros):
+    model = instep.replicate(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(36, 3)), 6))
+    for k, (x,) in enumerate(loader):
+        (model(x).square().sum() / (len(x) * 3)).backward()
+        if k % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zeros)
+
+
+@ranks(3)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_sum_over_the_rows_of_as_many_batches_as_ranks_is_none_over_the_batch_size(zeros):
+    divisors._warned.clear()
+    accumulate_sums(zeros)  # a warning is an error
 
 
 def over_a_constant(model, x, y):

@@ -39,7 +39,7 @@ from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses import averages
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import check_divisors, is_first_of_kind
+from instep.training.losses.divisors import check_divisors, is_first_of_kind, is_suspected
 
 T = TypeVar("T")
 
@@ -200,8 +200,7 @@ def backward(
         _check_outer_backward(roots)
     has_replicas = bool(reducer_of) or _has_replicas_without_parameters()
     if nested or not (has_replicas or averages.may_need_weight()):
-        if not nested:
-            _note_averaged(roots)
+        _note_averaged(() if nested else roots)
         with nullcontext() if nested else forward_calls.backward_from(roots):
             original(tensors, grad_tensors, *rest)
         return
@@ -265,8 +264,8 @@ def _backward_of_averages(
 
 
 def _note_averaged(roots: tuple[Root, ...]) -> None:
-    if averages.externally_averaged and (batch := averages.batch()).is_single:
-        note_losses(roots, batch)
+    if averages.externally_averaged and averages.batch().is_single:
+        note_losses(roots, averages.batch())
 
 
 def _backward_of_replicas(
@@ -313,13 +312,14 @@ def _are_finite(roots: Iterable[Root]) -> bool:
 
 
 def _check_divisors(roots: tuple[Root, ...], call: ForwardCall) -> None:
-    """Warn of a loss that is no mean over rows, as often as the models are compared, and at the
-    first batches of other sizes. Collective."""
+    """Warn of a loss that is no mean over rows, where the models are compared, and at the first
+    batches of other sizes. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
     if check is None or call.block is None or not _is_summing():
         return
-    if is_first_of_kind(call.replica, call.block) or check.is_due():
-        check_divisors(call.replica, roots, call.block, get_transport())
+    is_first = is_first_of_kind(call.replica, call.block)
+    if is_first or is_suspected(call.replica) or check.is_due():
+        check_divisors(call.replica, roots, call.block, get_transport(), reducer_of)
 
 
 def _end_frozen(roots: tuple[Root, ...], call: ForwardCall) -> None:

@@ -7,8 +7,8 @@ the sum of class weights, the tokens that are kept, or nothing. PyTorch's nodes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,7 +21,7 @@ from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.training.autograd_graph import Root, next_nodes, node_of
 from instep.training.blocks import Block
-from instep.training.forward_calls import depends_on_call
+from instep.training.forward_calls import depends_on_call, find_leaves
 
 _LINEAR = ("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
 _ELEMENTWISE = ("Mul", "Div", "Exp", "Log", "Pow", "Sqrt", *_LINEAR)
@@ -35,6 +35,9 @@ _met_uneven: WeakSet[object] = WeakSet()
 """The replicas that have had a batch of which the ranks have different numbers of rows."""
 _met_other_size: WeakSet[object] = WeakSet()
 """Those that have had one of another size than one before."""
+_suspected: WeakSet[object] = WeakSet()
+"""The replicas of whose loss the last backward had a sum that is divided by the whole batch's rows,
+and no gradients to add to."""
 _last_of: WeakKeyDictionary[object, LastDivisors] = WeakKeyDictionary()
 
 
@@ -46,6 +49,9 @@ class Divisor:
     """None for a sum that is not divided."""
     is_of_sum: bool = False
     """Whether the term is a sum, divided or not, and no mean."""
+    is_by_whole: bool = False
+    """Whether it is one that is divided by the rows of the whole batch: by the batch size, or by
+    this rank's rows and as many batches as there are ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class LastDivisors:
         is_same = bool(self.numbers) and numbers == self.numbers
         has_rows = rows > 0 and self.rows > 0
         return has_rows and is_same and rows != self.rows and all(d.is_of_sum for d in found)
+
+
+def is_suspected(replica: object) -> bool:
+    """Whether the divisors of the replica's next loss are to be compared."""
+    return replica in _suspected
 
 
 def is_first_of_kind(replica: object, block: Block) -> bool:
@@ -87,7 +98,11 @@ def is_first_of_kind(replica: object, block: Block) -> bool:
 
 
 def check_divisors(
-    replica: object, roots: Iterable[Root], block: Block, transport: Transport
+    replica: object,
+    roots: Iterable[Root],
+    block: Block,
+    transport: Transport,
+    parameters: Container[Tensor],
 ) -> None:
     """Warn, once for each line, of a loss that is no mean over rows.
 
@@ -95,7 +110,9 @@ def check_divisors(
         replica: which the loss comes from.
         roots: on which backward is called.
         block: this rank's rows. A sum of other than so many elements as the whole batch has rows
-            that is divided by so much is one over rows that is divided by the batch size.
+            that is divided by so much is one over rows that is divided by the batch size, unless
+            gradients are accumulated over several batches.
+        parameters: those of replicas; one that has a gradient shows that they are.
 
     Collective.
     """
@@ -106,13 +123,25 @@ def check_divisors(
     sums_here = any(each.value is None for each in found)
     last = _last_of.get(replica)
     is_constant = last is not None and last.have_constant(found, rows)
+    by_whole = any(each.is_by_whole for each in found)
     _last_of[replica] = LastDivisors(total, rows, _bounds(_numbers(found)))
-    mine = [sums_here, is_constant, *(_bounds(ratios) or (_NONE, _NONE))]
-    sums, constants, *bounds = zip(*gather_values(mine, transport), strict=True)
-    if any(sums):
+    adds = by_whole and _have_gradients(roots, parameters)
+    mine = [sums_here, is_constant, by_whole, adds, *(_bounds(ratios) or (_NONE, _NONE))]
+    sums, constants, wholes, adding, *bounds = zip(*gather_values(mine, transport), strict=True)
+    was_suspected = replica in _suspected
+    _suspected.discard(replica)
+    is_suspect = any(wholes) and not any(adding)
+    if is_suspect and not was_suspected:
+        _suspected.add(replica)  # the next backward shows whether gradients are accumulated
+    if any(sums) or (is_suspect and was_suspected):
         _warn("is a sum over rows", "instep.weight(None)")
     elif any(constants) or any(_differ([e for e in bound if e != _NONE]) for bound in bounds):
         _warn_of_divisor()
+
+
+def _have_gradients(roots: Iterable[Root], parameters: Container[Tensor]) -> bool:
+    grads = (each.grad for each in find_leaves(roots) if each in parameters)
+    return any(bool(each.any()) for each in grads if each is not None and not each.is_sparse)
 
 
 def find_averaged(roots: Iterable[Root], rows: int) -> list[Divisor]:
@@ -219,7 +248,7 @@ def _divisors_of(
         if each is not None:
             if counts(node) and not _reduces_stack(node):
                 is_sum = whole is not None and _divides_by_whole(node, each, factors, *whole)
-                found.append(Divisor(None, is_of_sum=True) if is_sum else each)
+                found.append(replace(each, is_by_whole=True) if is_sum else each)
         elif node.name().startswith(("Mul", "Div")):
             other = node._saved_other
             if isinstance(other, Tensor) and other.numel() == 1:
