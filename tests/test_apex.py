@@ -721,3 +721,19 @@ def test_all_ranks_begin_with_the_digits_of_rank_0():
             expected = small_model(seed=0).parameters()
             for master, initial in zip(amp.master_params(optimizer), expected, strict=True):
                 assert torch.equal(master, initial)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("delay", [False, True])
+def test_sparse_gradients_of_a_table_are_averaged_too(delay):
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 2, sparse=True)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(4, 1))
+    alone = copy.deepcopy(model)
+    for rank in range(instep.world_size):
+        (alone(torch.tensor([[rank, rank + 1]])).sum() / instep.world_size).backward()
+    averaged = DistributedDataParallel(model, delay_allreduce=delay)
+    averaged(torch.tensor([[instep.rank, instep.rank + 1]])).sum().backward()
+    assert table.weight.grad.is_sparse
+    assert torch.allclose(table.weight.grad.to_dense(), alone[0].weight.grad.to_dense())
+    assert torch.allclose(model[2].weight.grad, alone[2].weight.grad)

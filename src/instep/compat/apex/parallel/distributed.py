@@ -25,6 +25,7 @@ from instep.training import gradients
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
 from instep.training.buckets.layout import BucketLayout, plan_buckets
+from instep.training.buckets.sparse_sums import find_tables, sum_table
 from instep.training.losses import averages
 from instep.training.losses.averages import (
     GradientAverage,
@@ -105,7 +106,12 @@ class DistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             check_reachable(parameter)
         broadcast_coalesced(with_copies(module.parameters()))
-        self._trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        tables = {id(table) for table in find_tables(module)}
+        trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        self._trained = [p for p in trained if id(p) not in tables]
+        self._tables = [p for p in trained if id(p) in tables]
+        """Their gradients are sparse, and sent when backward has ended."""
+        self._factor = predivide * postdivide
         layouts = _plan(self._trained, message_size, triggers)
         self._codecs = [
             _AveragingCodec(layout.numel, predivide, postdivide, always_fp32=allreduce_always_fp32)
@@ -132,17 +138,19 @@ class DistributedDataParallel(nn.Module):
         vars(module)["_apex_average"] = _Owner(self)
         reference = weakref.ref(self)
 
-        def notice_grad(index: int) -> None:
+        def notice_grad(index: int | None) -> None:
             model = reference()
             if model is not None:
                 model._on_grad(index)
 
         for index, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: notice_grad(index))
+        for table in self._tables:
+            table.register_post_accumulate_grad_hook(lambda _: notice_grad(None))
         if world.size > 1:
             PatchHandle([gradients.PATCH])
             average = GradientAverage(is_mean=gradient_average)
-            for parameter in self._trained:
+            for parameter in trained:
                 externally_averaged[parameter] = average
                 parameter.register_hook(zero_if_placeholder)
 
@@ -159,13 +167,15 @@ class DistributedDataParallel(nn.Module):
         """Leave in `.grad` what this rank adds up."""
         self._disabled = True
 
-    def _on_grad(self, index: int) -> None:
-        """Autograd calls this when a parameter's gradient is in `.grad`."""
+    def _on_grad(self, index: int | None) -> None:
+        """Autograd calls this when a parameter's gradient is in `.grad`; None for a table's."""
         if self._disabled:
             return
         if not self._in_backward:
             self._in_backward = True
             queue_callback(self._finish)
+        if index is None:
+            return
         number = self._bucket_number[index]
         if number < self._started:
             shape = tuple(self._trained[index].shape)
@@ -200,6 +210,8 @@ class DistributedDataParallel(nn.Module):
             for bucket in self._buckets:
                 bucket.wait()
                 bucket.write_grads()
+            for table in self._tables:
+                table.grad = sum_table(table.grad, table) * self._factor
             if self.retain_allreduce_buffers:
                 self.allreduce_buffers = [codec.sums.clone() for codec in self._codecs]
         finally:
