@@ -39,7 +39,7 @@ from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, map_output_grads
 from instep.training.losses import averages
 from instep.training.losses.closures import note_loss
-from instep.training.losses.divisors import check_divisors, is_first_of_kind, is_suspected
+from instep.training.losses.divisors import check_divisors, is_first_of_kind, may_be_by_whole
 
 T = TypeVar("T")
 
@@ -318,7 +318,7 @@ def _check_divisors(roots: tuple[Root, ...], call: ForwardCall) -> None:
     if check is None or call.block is None or not _is_summing():
         return
     is_first = is_first_of_kind(call.replica, call.block)
-    if is_first or is_suspected(call.replica) or check.is_due():
+    if is_first or may_be_by_whole(call.replica) or check.is_due():
         check_divisors(call.replica, roots, call.block, get_transport(), reducer_of)
 
 

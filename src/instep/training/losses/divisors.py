@@ -73,7 +73,7 @@ class LastDivisors:
         return has_rows and is_same and rows != self.rows and all(d.is_of_sum for d in found)
 
 
-def is_suspected(replica: object) -> bool:
+def may_be_by_whole(replica: object) -> bool:
     """Whether the divisors of the replica's next loss are to be compared."""
     return replica in _suspected
 
