@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -193,6 +194,195 @@ def test_options_among_the_arguments_are_seen(of) -> None:
         assert modules.call_counts.sharded == 5
         found = model(x, of(True))
     assert torch.allclose(found, model(x, of(True)), atol=1e-6)
+
+
+def keep(x: Tensor, weight: float = 0.0, *, more: float = 0.0) -> Tensor:
+    return x - (weight + more) * x.mean(0)
+
+
+def take_all(self: Any, x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+ACTS = (leave,)
+
+
+class Calling(nn.Linear):
+    """Calls functions by their names."""
+
+    def pass_on(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = keep(ACTS[0](super().forward(x)))
+        return self.pass_on(y)
+
+
+class TakingAll(Calling):
+    pass_on = take_all
+
+
+CODES: dict[str, Callable[[nn.Module, pytest.MonkeyPatch], object]] = {
+    "a function's code": lambda m, p: p.setattr(keep, "__code__", couple.__code__),
+    "a method's code": lambda m, p: p.setattr(type(m).pass_on, "__code__", take_all.__code__),
+    "default values": lambda m, p: p.setattr(keep, "__defaults__", (1.0,)),
+    "default values by name": lambda m, p: p.setattr(keep, "__kwdefaults__", {"more": 1.0}),
+    "a function by its name": lambda m, p: p.setitem(globals(), "keep", couple),
+    "a tuple of functions": lambda m, p: p.setitem(globals(), "ACTS", (couple,)),
+    "its class": lambda m, p: setattr(
+        m, "__class__", type("New", (Calling,), {"pass_on": take_all})
+    ),
+    "a function of torch's": lambda m, p: p.setattr(
+        F, "linear", lambda x, w, b: couple(torch.addmm(b, x, w.T))
+    ),
+    "the forward of a class of torch's": lambda m, p: p.setattr(
+        nn.Linear, "forward", lambda self, x: couple(torch.addmm(self.bias, x, self.weight.T))
+    ),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", CODES)
+def test_what_a_function_consists_of_is_seen_at_the_next_call(name) -> None:
+    torch.manual_seed(0)
+    model, x = Calling(4, 3), torch.randn(ROWS, 4)
+    with pytest.MonkeyPatch.context() as patches, sharding() as log:
+        for _ in range(6):
+            model(x)
+        assert (modules.call_counts.sharded, log.getvalue()) == (6, "")
+        CODES[name](model, patches)
+        found = model(x)
+        expected = couple(torch.addmm(model.bias, x, model.weight.T))
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+class Signed(Calling):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.Linear.forward(self, x)
+        return y - float(os.environ.get("INSTEP_TESTS_WEIGHT", "0")) * y.mean(0)
+
+
+@ranks(2)
+def test_the_environment_that_a_forward_reads_is_seen_at_the_next_call() -> None:
+    torch.manual_seed(0)
+    model, x = Signed(4, 3), torch.randn(ROWS, 4)
+    with pytest.MonkeyPatch.context() as patches, sharding():
+        for _ in range(6):
+            model(x)
+        assert modules.call_counts.sharded == 6
+        patches.setenv("INSTEP_TESTS_WEIGHT", "1")
+        found = model(x)
+    assert torch.allclose(found, couple(F.linear(x, model.weight, model.bias)), atol=1e-6)
+
+
+# ---------------------------------------------------------- numbers that a forward computes itself
+
+START = 80
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def value(self) -> float:
+        return ramp(self.steps - 1, START, 20)
+
+
+def ramp(step: int, start: int, length: int) -> float:
+    if step < start:
+        return 0.0
+    ratio = (step - start + 1) / length
+    return min(1.0, ratio)
+
+
+class Ramped(nn.Linear):
+    """Couples its rows with a weight that is zero in its first calls."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.steps, self.schedule = 0, Schedule()
+        self.table = [0.0] * START + [0.1 * k for k in range(1, 40)]
+        self.register_buffer("counter", torch.tensor(0))
+
+    weight_now: Callable[[Any], float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.counter += 1
+        self.schedule.steps += 1
+        y = super().forward(x)
+        return y - self.weight_now() * y.mean(0)
+
+
+class ByArithmetic(Ramped):
+    def weight_now(self) -> float:
+        return max(0, min(1, (self.steps - START) / 20))
+
+
+class ByFunction(Ramped):
+    def weight_now(self) -> float:
+        late = self.steps - 1
+        return ramp(late, START, 20)
+
+
+class ByObject(Ramped):
+    def weight_now(self) -> float:
+        return self.schedule.value()
+
+
+class ByTable(Ramped):
+    def weight_now(self) -> float:
+        return self.table[self.steps - 1]
+
+
+class ByNumPy(Ramped):
+    def weight_now(self) -> float:
+        return float(np.clip((self.steps - START) / 20, 0, 1))
+
+
+class ByPower(Ramped):
+    """Grows from what no comparison can see."""
+
+    def weight_now(self) -> float:
+        return float(2.0 ** min(0, self.steps - START - 20))
+
+
+class ByCounter(Ramped):
+    def weight_now(self) -> float:
+        return max(0, min(1, (self.counter.item() - START) / 20))
+
+
+COMPUTED = [ByArithmetic, ByFunction, ByObject, ByTable, ByNumPy, ByPower, ByCounter]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_weight_that_a_forward_computes_is_seen_at_its_first_call(kind) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(ROWS, 4)
+    with sharding():
+        for k in range(START + 25):
+            found = model(x)
+            y = F.linear(x, model.weight, model.bias)
+            expected = y - model.weight_now() * y.mean(0)
+            assert torch.allclose(found, expected, atol=1e-4), k
+            assert k >= START or modules.call_counts.sharded == k + 1 or kind is ByPower
+
+
+class ByClock(Ramped):
+    def weight_now(self) -> float:
+        return min(0.5, self.steps / 1e9)
+
+
+@ranks(2)
+def test_a_number_that_is_another_on_each_rank_is_not_agreed_on() -> None:
+    torch.manual_seed(0)
+    model, x = ByClock(), torch.randn(ROWS, 4)
+    with sharding():
+        for k in range(400):
+            model.steps = k * (1 + torch.distributed.get_rank())
+            model(x)
+    assert modules.call_counts.sharded + modules.call_counts.whole == 400
 
 
 # ------------------------------------------------------------- zeros, which any placement explains

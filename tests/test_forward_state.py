@@ -375,7 +375,7 @@ class RenewedLater(nn.Linear):
 
     def forward(self, x):
         self.calls += 1
-        late = self.calls // 6 % 2
+        late = int(format(self.calls, "d")) // 6 % 2
         name, value = (("note", 0), ("bias", nn.Parameter(self.bias.detach() / 2)))[late]
         setattr(self, name, value)
         return super().forward(x)

@@ -70,6 +70,19 @@ def in_a_list(_: Any, x: Tensor) -> None:
     torch.rows_seen.append(len(x))  # type: ignore[attr-defined]
 
 
+def by_a_variable_of_its_own(_: Any, x: Tensor) -> None:
+    space = torch.__dict__
+    space["rows_seen"] += len(x)
+
+
+def count_in(module: Any, rows: int) -> None:
+    module.rows_seen += rows
+
+
+def in_a_module_that_a_function_gets(_: Any, x: Tensor) -> None:
+    count_in(torch, len(x))
+
+
 PLACES: dict[Callable[[Any, Tensor], None], Any] = {
     in_a_module: torch,
     in_a_new_attribute: torch,
@@ -78,6 +91,8 @@ PLACES: dict[Callable[[Any, Tensor], None], Any] = {
     in_globals: sys.modules[__name__],
     by_the_name_of_a_module: __import__("json"),
     by_the_name_of_an_attribute: torch,
+    by_a_variable_of_its_own: torch,
+    in_a_module_that_a_function_gets: torch,
     in_a_class: nn.Linear,
     in_a_class_of_python: collections.Counter,
     in_a_function: functional.normalize,

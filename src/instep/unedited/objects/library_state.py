@@ -42,8 +42,9 @@ def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tupl
     spaces = (function.__globals__, free, modules, *map(vars, modules.values()))
     for base, names in places.items():
         values = {id(space[base]): space[base] for space in spaces if base in space}
-        if not base:  # of a module that is found by a text, say
-            values = {id(module): module for module in modules.values()}
+        if not base:  # of a module that is found by a text, or passed to the function, say
+            own = (each for each in function.__globals__.values() if _is_module(each))
+            values = {id(module): module for module in (*modules.values(), *own)}
         for value in values.values():
             if (where := _where(value)) is not None:
                 yield f"{base or value.__name__}.", where, names
@@ -54,6 +55,11 @@ def is_replaced(name: str, space: Mapping[str, Any]) -> bool:
     loop, or in several places."""
     file = space.get("__file__")
     return isinstance(file, str) and name in _replaced_in(file)
+
+
+def _is_module(value: Any) -> bool:
+    """Whether this is a module, and none of instep's."""
+    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] != "instep"
 
 
 def is_of_library(space: Mapping[str, Any]) -> bool:
@@ -76,8 +82,8 @@ def _where(value: Any) -> Any:
 @functools.cache
 def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
     """By the last name that leads to an object the attributes of it that the script sets somewhere;
-    by "" those of what a call or an index leads to. `modules`: how many there are, since one that
-    is imported later may set others."""
+    by "" those of what a call, an index or a function's own variable leads to. `modules`: how many
+    there are, since one that is imported later may set others."""
     found: dict[str, set[str]] = {}
     for base, name in (pair for file in {*script_files()} for pair in _pairs_in(file)):
         found.setdefault(base, set()).add(name)
@@ -86,8 +92,26 @@ def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _pairs_in(file: str) -> frozenset[tuple[str, str]]:
-    pairs = {pair for node in ast.walk(tree_of(file)) if (pair := _pair_of(node))}
+    tree = tree_of(file)
+    pairs = {pair for node in ast.walk(tree) if (pair := _pair_of(node))}
+    of_classes = (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    methods = {id(each) for body in of_classes for each in body}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            own = _own_variables(function)
+            if id(function) in methods and function.args.args:  # `self`, by any name
+                own.discard(function.args.args[0].arg)
+            inside = {pair for node in ast.walk(function) if (pair := _pair_of(node))}
+            pairs |= {("", name) for base, name in inside if base in own}
     return frozenset((base, name) for base, name in pairs if base not in ("self", "cls"))
+
+
+def _own_variables(function: ast.AST) -> set[str]:
+    """The arguments and variables of a function."""
+    names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    stored = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    names.update(node.id for node in stored if isinstance(node.ctx, ast.Store))
+    return names
 
 
 @functools.cache
@@ -125,6 +149,8 @@ def _pair_of(node: ast.AST) -> tuple[str, str] | None:
                 return _last_name(space.value), key.value
             if of := _arguments_of("vars", space):
                 return _last_name(of[0]), key.value
+            if isinstance(space, ast.Name) and key.value.isidentifier():
+                return space.id, key.value
     found = _arguments_of("setattr", node)
     if len(found) > 2 and isinstance(found[1], ast.Constant):
         return _last_name(found[0]), str(found[1].value)

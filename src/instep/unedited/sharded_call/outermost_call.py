@@ -157,10 +157,11 @@ def _run_planned(
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = WholeReason(mismatch + entry.divided_calls())
         return CallResult(call.run_whole(), None, why, is_sharded=False)
-    if tuner is not None and is_timed:
-        return run_timed(call, plan, tuner, group)
     had_zeros = not plan.has_values and entry.calls <= _CALLS_WITH_ZEROS
-    if had_zeros or entry.is_watched(call, plan, group):
+    is_watched = had_zeros or entry.is_watched(call, plan, group)
+    if tuner is not None and is_timed and not entry.is_branch_near:
+        return run_timed(call, plan, tuner, group)  # not watched, which takes longer
+    if is_watched:
         decision_counts.watched += entry.calls <= WATCHED_CALLS
         return _conclude(entry, call.module, run_watched(call, plan, entry.flow, group))
     plan, output = run_sharded(call, plan, group)

@@ -19,8 +19,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, SEQUENCES
+from instep.unedited.objects.code_changes import CodeChanges
 from instep.unedited.objects.graph_node import HOOK_TABLES, GraphNode
 from instep.unedited.objects.library_state import is_of_library
+from instep.unedited.objects.number_expressions import NumberChanges, NumberExpressions
 from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 
@@ -47,6 +49,7 @@ _OTHER_OBJECT = object()
 Key = tuple[str, int, str]
 """The path of a namespace, which of those of this path it is, and a name in it."""
 _PARTS: Key = ("", 0, "parts")
+_CODE: Key = ("", 0, "code")
 
 
 def is_compared_change(changes: int, calls: int) -> bool:
@@ -139,6 +142,7 @@ class AttributeChanges:
         self._tables: list[_Table] = []
         self._items: list[_Items] = []
         self._counters = _Counters(())
+        self._code = CodeChanges(())
         self._part_tables: list[Iterable[nn.Module | None]] = []
         self._parts: tuple[nn.Module | None, ...] = ()
         self._classes: tuple[type, ...] = ()
@@ -147,6 +151,8 @@ class AttributeChanges:
         """The flags that are not as they were at first, and their values."""
         self._values: dict[Key, set[Any]] = {}
         self._changes: dict[Key, int] = {}
+        self._numbers: dict[Key, NumberChanges] = {}
+        self._computed: dict[str, NumberChanges] = {}
         self._ignored: set[Key] = set()
         """Those that change by the clock, at other times on each rank."""
         self.recent: dict[Key, str] = {}
@@ -171,6 +177,16 @@ class AttributeChanges:
             if key not in self._ignored:
                 self.recent[key] = "" if value is _OTHER_OBJECT else repr(value)
                 self._note(key, value)
+        if not self._expressions.places:
+            return
+        for text, value, is_due in self._expressions.changes(self._computed, self._is_stable):
+            key = ("expression", 0, text)
+            if key not in self._ignored:
+                self.recent[key] = repr(value)
+                self.due += is_due
+
+    def _is_stable(self, changes: int) -> bool:
+        return changes * STABLE_CALLS <= self.calls
 
     @property
     def is_watched(self) -> bool:
@@ -195,12 +211,16 @@ class AttributeChanges:
     def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
         found = self._counters.find_changes()
         parts = tuple(chain.from_iterable(self._part_tables))
-        if self._parts != parts or self._classes != tuple(map(type, parts)):
+        classes = (type(self._module()), *map(type, parts))
+        if self._parts != parts or self._classes != classes:
             found[_PARTS] = _OTHER_OBJECT
         for items in self._items:
             if items.has_changed():
                 items.update()
                 found[*items.key, "items"] = _OTHER_OBJECT
+        if self._code.has_changed() and by_script:
+            found[_CODE] = _OTHER_OBJECT
+            return self._look_anew() | found
         try:
             changed = _changed(self._tables)
             resized = [table for table in changed if table.is_resized()]
@@ -226,7 +246,8 @@ class AttributeChanges:
 
     def _look_anew(self) -> dict[Key, Any]:
         """Walk the object graph again; returns what is new in it, or different."""
-        modules = dict(cast(nn.Module, self._module()).named_modules())
+        module = cast(nn.Module, self._module())
+        modules = dict(module.named_modules())
         graph = ObjectGraph(modules)
         tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
         # In an order that is the same on all ranks: a set's depends on addresses.
@@ -248,7 +269,10 @@ class AttributeChanges:
         self._counters = _Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
         self._part_tables = [module._modules.values() for module in modules.values()]
         self._parts = tuple(chain.from_iterable(self._part_tables))
-        self._classes = tuple(map(type, self._parts))
+        self._classes = (type(module), *map(type, self._parts))
+        self._code = CodeChanges(graph.functions, self._classes)
+        objects = (node.value for node in graph.nodes.values())
+        self._expressions = NumberExpressions(objects, graph.functions)
         count: Counter[str] = Counter()
         for table in self._tables:
             path = table.key[0]
@@ -282,7 +306,10 @@ class AttributeChanges:
             if is_flag:
                 return
         self._changes[key] = self._changes.get(key, 0) + 1
-        self.due += is_compared_change(self._changes[key], self.calls)
+        is_due = is_compared_change(self._changes[key], self.calls)
+        if is_number:
+            is_due |= self._numbers.setdefault(key, NumberChanges()).has_new_size(value)
+        self.due += is_due
 
 
 def _table_of(node: GraphNode) -> _Table | None:

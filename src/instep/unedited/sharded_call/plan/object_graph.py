@@ -87,7 +87,8 @@ class ObjectGraph:
         self._code: deque[Any] = deque()
         """Functions and classes whose variables are not looked at yet."""
         self._followed: set[int] = set()
-        self._functions: list[types.FunctionType] = []
+        self.functions: list[types.FunctionType] = []
+        """The script's own, whose variables belong to it."""
         for path, part in parts.items():
             self._visit_module(path, part)
             self.roots.append(id(part))
@@ -129,14 +130,14 @@ class ObjectGraph:
         write there: nothing tells, later, whether a forward has, and it is not set back."""
         shared = (node.path for node in self.nodes.values() if isinstance(node.value, _SHARED))
         path = next(shared, None)
-        return path if path is not None and any(map(sets_values, self._functions)) else None
+        return path if path is not None and any(map(sets_values, self.functions)) else None
 
     def find_iterator(self) -> str | None:
         """An iterator that functions which were followed may hand to one that takes values of it
         without a branch of theirs, so that nothing stops a part of the batch before it does."""
         found = (node for node in self.nodes.values() if is_iterator(node.value))
         node = next(found, None)
-        takes = any(not _TAKING.isdisjoint(names_in(each.__code__)) for each in self._functions)
+        takes = any(not _TAKING.isdisjoint(names_in(each.__code__)) for each in self.functions)
         return f"{type(node.value).__name__} ({node.path})" if node is not None and takes else None
 
     @property
@@ -226,7 +227,7 @@ class ObjectGraph:
         self._code += [*code.__bases__, type(code)]
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        self._functions.append(function)
+        self.functions.append(function)
         if vars(function):
             name = f"{function.__qualname__}."
             self._look_at_root(id(function), GraphNode(name[:-1], function), name)

@@ -222,8 +222,12 @@ class CacheEntry:
                 self.conditions = BranchConditions(call.parts)
             if self.conditions.may_be_others():
                 self.watched_until = self.calls + _CALLS_TO_A_BRANCH
-        is_due = self.calls <= self.watched_until
-        return is_due or self.flow.is_watched(self.calls, may_change=plan.draws_outside_torch)
+        return self.is_branch_near or self.flow.is_watched(self.calls, may_change=plan.draws_outside_torch)
+
+    @property
+    def is_branch_near(self) -> bool:
+        """Whether a number was close to one at which this call's forward takes another branch."""
+        return self.calls <= self.watched_until
 
     def is_checked(self) -> bool:
         """Whether the ranks are to compare the arguments of this call."""

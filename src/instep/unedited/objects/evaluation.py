@@ -1,0 +1,350 @@
+"""The values of expressions in the script's code, found without running it: of numbers that
+modules, objects and variables keep, of arithmetic, and of functions that do nothing but compute.
+
+The numbers may be those of the next call: see `Values`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from instep.training.pytree import PLAIN
+from instep.unedited.objects.library_state import tree_of
+from instep.unedited.objects.referents import default_arguments
+from instep.unedited.objects.script_code import is_of_script
+
+_MAX_DEPTH, _MAX_ROUNDS = 8, 64
+_BUILTINS = (abs, bool, divmod, float, int, len, max, min, pow, range, round, sum, enumerate, zip)
+_OF_NUMPY = (np.clip, np.interp, np.float32, np.float64, np.minimum, np.maximum)
+_CONVERSIONS = frozenset(["item", "float", "int", "long", "double", "tolist"])
+"""Methods of a tensor with one number that leave the number what it is."""
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+Place = tuple[Callable[[Any], Any], Any]
+"""A function and its argument, for which it returns a number that something keeps."""
+
+
+class NoValueError(Exception):
+    """The value cannot be found without running the code."""
+
+
+class Values:
+    """What the script's variables and attributes have as values, now or in the next call."""
+
+    def __init__(self, coming: Mapping[Any, Any] | None = None) -> None:
+        self.places: dict[Any, Place] = {}
+        """Where the numbers are that were read."""
+        self._coming = coming or {}
+
+    def number(self, key: Any, place: Place) -> Any:
+        """The number at this place, which has this key."""
+        self.places[key] = place
+        return self._coming[key] if key in self._coming else place[0](place[1])
+
+
+class Scope:
+    """The variables of a function, as its code sees them."""
+
+    def __init__(
+        self,
+        function: types.FunctionType,
+        values: Values,
+        own: dict[str, Any],
+        single: Mapping[str, ast.expr],
+        depth: int = 0,
+    ) -> None:
+        self._function, self._values, self._own, self._depth = function, values, own, depth
+        self._single = single
+        """What each variable is set to that is set in one place only, if it may be read."""
+
+    def value(self, node: ast.AST) -> Any:
+        """The value of an expression. Raises NoValueError, and what the script's values raise."""
+        find = _FINDERS.get(type(node))
+        if find is None:
+            raise NoValueError
+        return find(self, node)
+
+    def _constant(self, node: Any) -> Any:
+        return node.value
+
+    def _name(self, node: Any) -> Any:
+        name, function = node.id, self._function
+        if name in self._own:
+            return self._own[name]
+        if name in self._single and self._depth < _MAX_DEPTH:
+            inner = Scope(function, self._values, self._own, self._single, self._depth + 1)
+            return inner.value(self._single[name])
+        if name in function.__code__.co_freevars:
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+            return self._read(cell.cell_contents, id(cell), (partial(getattr, cell), _CELL))
+        if name in function.__code__.co_varnames or name in function.__code__.co_cellvars:
+            raise NoValueError
+        space = function.__globals__
+        if name in space:
+            return self._read(space[name], (id(space), name), (space.__getitem__, name))
+        return getattr(builtins, name)
+
+    def _read(self, value: Any, key: Any, place: Place) -> Any:
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.dim() or not value.is_cpu:
+                raise NoValueError
+            if value.is_floating_point() or value.is_complex():
+                raise NoValueError
+            return self._values.number(id(value), (int, value))
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        return self._values.number(key, place) if is_number else value
+
+    def _attribute(self, node: Any) -> Any:
+        return self._attribute_of(self.value(node.value), node.attr)
+
+    def _attribute_of(self, owner: Any, name: str) -> Any:
+        if isinstance(owner, Enum) and name in ("value", "name"):
+            return getattr(owner, name)
+        own = getattr(owner, "__dict__", {})
+        tables = [own, own.get("_buffers"), own.get("_modules")]
+        for table in tables if isinstance(owner, nn.Module) else [own]:
+            if table and name in table:
+                return self._read(table[name], (id(table), name), (table.__getitem__, name))
+        found = inspect.getattr_static(type(owner), name)
+        if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
+            return self._result(found.fget, [owner], {})
+        if isinstance(found, types.FunctionType):
+            return partial(found, owner)
+        if isinstance(found, staticmethod):
+            return found.__func__
+        if isinstance(found, PLAIN):
+            return found
+        if isinstance(found, types.MemberDescriptorType) or name in getattr(owner, "_fields", ()):
+            place = partial(getattr, owner), name
+            return self._read(getattr(owner, name), (id(owner), name), place)
+        raise NoValueError
+
+    def _item(self, node: Any) -> Any:
+        owner = self.value(node.value)
+        index: Any = self.value(node.slice)
+        if not isinstance(owner, list | tuple | dict) or type(index) not in PLAIN:
+            raise NoValueError
+        if isinstance(owner, tuple):
+            return owner[index]
+        return self._read(owner[index], (id(owner), index), (owner.__getitem__, index))
+
+    def _sequence(self, node: Any) -> Any:
+        return [self.value(each) for each in node.elts]
+
+    def _binary(self, node: Any) -> Any:
+        left, right = self.value(node.left), self.value(node.right)
+        if not all(isinstance(each, (*PLAIN, np.number)) for each in (left, right)):
+            raise NoValueError
+        if isinstance(node.op, ast.Pow) and max(abs(left), abs(right)) > 1e6:
+            raise NoValueError  # a whole number of many digits
+        return _operation(node.op)(left, right)
+
+    def _unary(self, node: Any) -> Any:
+        return _operation(node.op)(self._plain(self.value(node.operand)))
+
+    def _compare(self, node: Any) -> Any:
+        left = self.value(node.left)
+        for op, each in zip(node.ops, node.comparators, strict=True):
+            right = self.value(each)
+            if isinstance(left, Tensor | np.ndarray) or isinstance(right, Tensor | np.ndarray):
+                raise NoValueError
+            if not _operation(op)(left, right):
+                return False
+            left = right
+        return True
+
+    def _bool(self, node: Any) -> Any:
+        value = None
+        for each in node.values:
+            value = self._plain(self.value(each))
+            if bool(value) is isinstance(node.op, ast.Or):
+                break
+        return value
+
+    def _choice(self, node: Any) -> Any:
+        return self.value(node.body if self._plain(self.value(node.test)) else node.orelse)
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, (*PLAIN, np.number, list, dict, tuple)):
+            raise NoValueError
+        return value
+
+    def _comprehension(self, node: Any) -> Any:
+        if len(node.generators) > 1:
+            raise NoValueError
+        loop, found = node.generators[0], []
+        for item in self._rounds(loop.iter):
+            self._set(loop.target, item)
+            if all(self._plain(self.value(test)) for test in loop.ifs):
+                found.append(self.value(node.elt))
+        return found
+
+    def _rounds(self, node: ast.AST) -> list[Any]:
+        values = self.value(node)
+        if not isinstance(values, list | tuple | range | enumerate | zip):
+            raise NoValueError
+        if isinstance(values, list | tuple | range) and len(values) > _MAX_ROUNDS:
+            raise NoValueError
+        return list(values)
+
+    def _call(self, node: Any) -> Any:
+        if any(isinstance(each, ast.Starred) for each in node.args):
+            raise NoValueError
+        if isinstance(node.func, ast.Attribute):
+            owner = self.value(node.func.value)
+            if isinstance(owner, int | float | np.number):
+                return self._of_number(owner, node)
+            function = self._attribute_of(owner, node.func.attr)
+        else:
+            function = self.value(node.func)
+        args = [self.value(each) for each in node.args]
+        named = {each.arg: self.value(each.value) for each in node.keywords}
+        if None in named:
+            raise NoValueError
+        return self._result(function, args, named)
+
+    def _of_number(self, number: Any, node: Any) -> Any:
+        if node.func.attr not in _CONVERSIONS or node.args:
+            raise NoValueError
+        return number
+
+    def _result(self, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
+        """What a call returns, if the function does nothing but compute."""
+        while isinstance(function, partial | types.MethodType):
+            if isinstance(function, types.MethodType):
+                function, args = function.__func__, [function.__self__, *args]
+            else:
+                named = {**function.keywords, **named}
+                function, args = function.func, [*function.args, *args]
+        if isinstance(function, types.FunctionType) and is_of_script(function):
+            return self._of_function(function, args, named)
+        call = inspect.getattr_static(type(function), "__call__", None)
+        if isinstance(call, types.FunctionType) and is_of_script(call):
+            return self._of_function(call, [function, *args], named)
+        if function in (torch.tensor, torch.as_tensor) and len(args) == 1:
+            return self._plain(args[0])
+        if not _only_computes(function):
+            raise NoValueError
+        for each in args:
+            self._plain(each)
+            if function is range and abs(each) > _MAX_ROUNDS:
+                raise NoValueError
+        return function(*args, **named)
+
+    def _of_function(
+        self, function: types.FunctionType, args: list[Any], named: dict[str, Any]
+    ) -> Any:
+        node = definition_of(function)
+        if node is None or self._depth >= _MAX_DEPTH or function.__code__.co_flags & 0x2A0:
+            raise NoValueError  # a generator or a coroutine
+        code = function.__code__
+        own = {**dict(default_arguments(function)), **named}
+        if len(args) > code.co_argcount or code.co_flags & 0x0C:
+            raise NoValueError
+        own.update(zip(code.co_varnames, args, strict=False))
+        inner = Scope(function, self._values, own, {}, self._depth + 1)
+        if isinstance(node, ast.Lambda):
+            return inner.value(node.body)
+        try:
+            inner._run(node.body)
+        except _Return as end:
+            return end.value
+        return None
+
+    def _run(self, body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.Return):
+                raise _Return(None if node.value is None else self.value(node.value))
+            if isinstance(node, ast.If):
+                self._run(node.body if self._plain(self.value(node.test)) else node.orelse)
+            elif isinstance(node, ast.For) and not node.orelse:
+                for item in self._rounds(node.iter):
+                    self._set(node.target, item)
+                    self._run(node.body)
+            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+                self._set(node.targets[0], self.value(node.value))
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                left, right = self._own[node.target.id], self._plain(self.value(node.value))
+                self._own[node.target.id] = _operation(node.op)(self._plain(left), right)
+            elif not (
+                isinstance(node, ast.Pass | ast.Assert)
+                or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            ):
+                raise NoValueError
+
+    def _set(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self._own[target.id] = value
+        elif isinstance(target, ast.Tuple) and isinstance(value, list | tuple):
+            for each, part in zip(target.elts, value, strict=True):
+                self._set(each, part)
+        else:
+            raise NoValueError
+
+
+_CELL = "cell_contents"
+_FINDERS: Mapping[type, Callable[[Scope, Any], Any]] = {
+    ast.Constant: Scope._constant, ast.Name: Scope._name, ast.Attribute: Scope._attribute,
+    ast.Subscript: Scope._item, ast.List: Scope._sequence, ast.Tuple: Scope._sequence,
+    ast.BinOp: Scope._binary, ast.UnaryOp: Scope._unary, ast.Compare: Scope._compare,
+    ast.BoolOp: Scope._bool, ast.IfExp: Scope._choice, ast.Call: Scope._call,
+    ast.GeneratorExp: Scope._comprehension, ast.ListComp: Scope._comprehension,
+}  # fmt: skip
+
+
+class _Return(Exception):  # noqa: N818
+    """A function has come to its end."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _operation(node: ast.AST) -> Callable[..., Any]:
+    if type(node) not in _OPERATORS:
+        raise NoValueError
+    return _OPERATORS[type(node)]
+
+
+def _only_computes(function: Any) -> bool:
+    """Whether a library's function returns a number and does nothing else."""
+    if isinstance(function, np.ufunc) or getattr(function, "__module__", None) == "math":
+        return True
+    return any(function is each for each in (*_BUILTINS, *_OF_NUMPY))
+
+
+def definition_of(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
+    """A function as its file has it; None if it is not found there, or is not the only one."""
+    code = function.__code__
+    found = _definitions(code.co_filename).get((code.co_name, code.co_firstlineno), [])
+    return found[0] if len(found) == 1 else None
+
+
+@functools.cache
+def _definitions(file: str) -> dict[tuple[str, int], list[Any]]:
+    found: dict[tuple[str, int], list[Any]] = {}
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), []).append(node)
+        elif isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found.setdefault((node.name, first), []).append(node)
+    return found

@@ -1,0 +1,242 @@
+"""Numbers that a forward computes from those that modules, objects and variables keep:
+`min(1, self.steps / 1000)`, `self.schedule.value()`.
+
+They are computed before a call, from the numbers as they are and as they will be if they go on as
+since the call before. So a weight that has been zero for a thousand calls is seen to change.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from torch import nn
+
+from instep.unedited.objects.evaluation import Place, Scope, Values, definition_of
+from instep.unedited.objects.script_code import functions_of, is_of_script
+
+_MAX_EXPRESSIONS = 32
+_MAX_SIZES = 256
+_AGREED_CHANGES = 8
+"""So many changes of each the ranks compare, as it may come from a clock."""
+_INSIDE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_NUMBERS = (bool, int, float, np.number)
+
+
+class NumberChanges:
+    """The values that a number has had: which signs, and which powers of two."""
+
+    __slots__ = ("changes", "last", "sizes")
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.changes = 0
+        self.sizes: set[Any] = set()
+
+    def has_new_size(self, value: Any) -> bool:
+        """Whether it was never about as large as this, or had the other sign: what has a small part
+        in the outputs may be too small to be seen, until it is twice as large."""
+        size = _size_of(value)
+        if size in self.sizes or len(self.sizes) >= _MAX_SIZES:
+            return False
+        self.sizes.add(size)
+        return True
+
+
+class NumberExpressions:
+    """Those in the methods of some objects, and in these functions."""
+
+    def __init__(self, objects: Iterable[Any], functions: Iterable[types.FunctionType]) -> None:
+        self._expressions: list[_Expression] = []
+        for function, owner in _with_owners(objects, functions):
+            node = definition_of(function)
+            if node is not None and len(self._expressions) < _MAX_EXPRESSIONS:
+                self._expressions += _expressions_of(function, node, owner)
+        del self._expressions[_MAX_EXPRESSIONS:]
+        self.places: dict[Any, Place] = {}
+        """Where the numbers are from which they are computed."""
+        self._numbers: dict[Any, Any] = {}
+        self._expected: dict[Any, Any] = {}
+        """What was to come after the last look."""
+        self._note_places()
+
+    def changes(
+        self, known: dict[str, NumberChanges], is_stable: Callable[[int], bool]
+    ) -> Iterator[tuple[str, Any, bool]]:
+        """Those that are others than at the last look, or are about to be, each with its value and
+        whether this calls for a comparison.
+
+        known: their values so far, by their texts. `is_stable`: whether a number that has changed
+        so often stays for long.
+        """
+        before = self._numbers
+        numbers, coming = {}, {}
+        try:
+            for key, (find, of) in self.places.items():
+                numbers[key] = now = find(of)
+                if now != before.get(key, now):
+                    coming[key] = 2 * now - before[key]
+        except Exception:  # the script's: gone, or something else by now
+            self._expressions.clear()
+            self.places.clear()
+            return
+        self._numbers = numbers
+        if before and not coming:
+            return
+        was_right = numbers == self._expected
+        self._expected = {**numbers, **coming}
+        for each in self._expressions:
+            if not before or not coming.keys().isdisjoint(each.places):
+                yield from each.changes(coming, known, is_stable, was_right)
+        if any(not each.places.keys() <= self.places.keys() for each in self._expressions):
+            self._note_places()
+
+    def _note_places(self) -> None:
+        self.places = {
+            key: place for each in self._expressions for key, place in each.places.items()
+        }
+        self._numbers = {}
+        self._expected = {}
+
+
+class _Expression:
+    """One of them, of one object."""
+
+    def __init__(
+        self,
+        function: types.FunctionType,
+        node: ast.expr,
+        owner: Any,
+        single: Mapping[str, ast.expr],
+    ) -> None:
+        self._function, self._node, self._single = function, node, single
+        self._owner = ref(owner) if isinstance(owner, nn.Module) else (lambda: owner)
+        self._has_owner = owner is not None
+        self._text = f"{function.__qualname__}: {ast.unparse(node)}"
+        self.places: dict[Any, Place] = {}
+        self._coming: Any = None
+
+    def value(self, coming: Mapping[Any, Any] | None = None) -> Any:
+        """Raises NoValueError, and what the script's values raise."""
+        values, own = Values(coming), {}
+        if self._has_owner:
+            own[self._function.__code__.co_varnames[0]] = self._owner()
+        scope = Scope(self._function, values, own, self._single)
+        value = scope.value(self._node)
+        self.places |= values.places
+        return value
+
+    def changes(
+        self,
+        coming: Mapping[Any, Any],
+        known: dict[str, NumberChanges],
+        is_stable: Callable[[int], bool],
+        was_right: bool,
+    ) -> Iterator[tuple[str, Any, bool]]:
+        """See `NumberExpressions.changes`. `was_right`: whether its numbers are those that were to
+        come."""
+        found = [self._coming] if was_right else []
+        for numbers in (None, coming)[len(found) :]:
+            try:
+                value = self.value(numbers)
+            except Exception:  # the script's: no such entry, a division by zero
+                value = None
+            found.append(value if isinstance(value, _NUMBERS) else None)
+        self._coming = found[1]
+        history = known.get(self._text)
+        if history is None:
+            history = known[self._text] = NumberChanges()
+            history.last = found
+            history.sizes.add(_size_of(found[0]))
+            return
+        if found == history.last:
+            return
+        history.changes += 1
+        is_due = is_stable(history.changes)
+        for value in found:
+            is_due |= value is not None and history.has_new_size(value)
+        history.last = found
+        if is_due or history.changes <= _AGREED_CHANGES:
+            yield self._text, found, is_due
+
+
+def _with_owners(
+    objects: Iterable[Any], functions: Iterable[types.FunctionType]
+) -> Iterator[tuple[types.FunctionType, Any]]:
+    """Functions, and the objects of which they are methods, or None."""
+    found: set[int] = set()
+    for value in objects:
+        for cls in type(value).__mro__ if not isinstance(value, type) else ():
+            for function in functions_of(cls) if is_of_script(cls) else ():
+                found.add(id(function))
+                if function.__code__.co_argcount:
+                    yield function, value
+    yield from ((each, None) for each in functions if id(each) not in found)
+
+
+def _expressions_of(
+    function: types.FunctionType, node: ast.FunctionDef | ast.Lambda, owner: Any
+) -> list[_Expression]:
+    """Of each the largest: not those in others."""
+    body = [node.body] if isinstance(node, ast.Lambda) else node.body
+    single = _variables_set_once(function, body)
+    found: list[_Expression] = []
+    waiting: list[ast.AST] = list(reversed(body))
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, _INSIDE):
+            continue
+        if isinstance(part, ast.expr) and _is_computed(part):
+            expression = _Expression(function, part, owner, single)
+            try:
+                value = expression.value()
+            except Exception:  # of an expression that the forward may never come to
+                value = None
+            if isinstance(value, _NUMBERS):
+                if expression.places:
+                    found.append(expression)
+                continue
+        waiting += reversed([*ast.iter_child_nodes(part)])
+        if isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Mult | ast.Div | ast.Pow):
+            loaded = ast.parse(ast.unparse(part.target), mode="eval").body
+            waiting.append(ast.BinOp(loaded, part.op, part.value))
+    return found
+
+
+def _is_computed(node: ast.AST) -> bool:
+    """Whether there is more in it than a number that is looked up, or a condition on such numbers,
+    which `BranchConditions` evaluates."""
+    if isinstance(node, ast.Constant):
+        return False
+    parts = list(ast.walk(node))
+    has_calls = any(isinstance(each, ast.Call | ast.Subscript) for each in parts)
+    if isinstance(node, ast.Compare | ast.BoolOp) or not has_calls:
+        return has_calls or isinstance(node, ast.BinOp | ast.IfExp)
+    return True
+
+
+def _variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[str, ast.expr]:
+    parts = [part for each in body for part in ast.walk(each)]
+    stored = [x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return {
+        target.id: part.value
+        for part in parts
+        if isinstance(part, ast.Assign)
+        for target in part.targets
+        if isinstance(target, ast.Name)
+        and stored.count(target.id) == 1
+        and target.id not in arguments
+    }
+
+
+def _size_of(value: Any) -> Any:
+    if value is None or isinstance(value, complex) or not math.isfinite(value):
+        return repr(value)
+    return value < 0, math.frexp(value)[1] if value else None
