@@ -61,7 +61,7 @@ class Values:
         return self._coming[key] if key in self._coming else place[0](place[1])
 
 
-class Scope:
+class Evaluation:
     """The variables of a function, as its code sees them."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Scope:
         if name in self._own:
             return self._own[name]
         if name in self._single and self._depth < _MAX_DEPTH:
-            inner = Scope(function, self._values, self._own, self._single, self._depth + 1)
+            inner = Evaluation(function, self._values, self._own, self._single, self._depth + 1)
             return inner.value(self._single[name])
         if name in function.__code__.co_freevars:
             cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
@@ -261,7 +261,7 @@ class Scope:
         if len(args) > code.co_argcount or code.co_flags & 0x0C:
             raise NoValueError
         own.update(zip(code.co_varnames, args, strict=False))
-        inner = Scope(function, self._values, own, {}, self._depth + 1)
+        inner = Evaluation(function, self._values, own, {}, self._depth + 1)
         if isinstance(node, ast.Lambda):
             return inner.value(node.body)
         try:
@@ -302,13 +302,22 @@ class Scope:
 
 
 _CELL = "cell_contents"
-_FINDERS: Mapping[type, Callable[[Scope, Any], Any]] = {
-    ast.Constant: Scope._constant, ast.Name: Scope._name, ast.Attribute: Scope._attribute,
-    ast.Subscript: Scope._item, ast.List: Scope._sequence, ast.Tuple: Scope._sequence,
-    ast.BinOp: Scope._binary, ast.UnaryOp: Scope._unary, ast.Compare: Scope._compare,
-    ast.BoolOp: Scope._bool, ast.IfExp: Scope._choice, ast.Call: Scope._call,
-    ast.GeneratorExp: Scope._comprehension, ast.ListComp: Scope._comprehension,
-}  # fmt: skip
+_FINDERS: Mapping[type, Callable[[Evaluation, Any], Any]] = {
+    ast.Constant: Evaluation._constant,
+    ast.Name: Evaluation._name,
+    ast.Attribute: Evaluation._attribute,
+    ast.Subscript: Evaluation._item,
+    ast.List: Evaluation._sequence,
+    ast.Tuple: Evaluation._sequence,
+    ast.BinOp: Evaluation._binary,
+    ast.UnaryOp: Evaluation._unary,
+    ast.Compare: Evaluation._compare,
+    ast.BoolOp: Evaluation._bool,
+    ast.IfExp: Evaluation._choice,
+    ast.Call: Evaluation._call,
+    ast.GeneratorExp: Evaluation._comprehension,
+    ast.ListComp: Evaluation._comprehension,
+}
 
 
 class _Return(Exception):  # noqa: N818

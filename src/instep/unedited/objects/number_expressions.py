@@ -17,7 +17,7 @@ from weakref import ref
 import numpy as np
 from torch import nn
 
-from instep.unedited.objects.evaluation import Place, Scope, Values, definition_of
+from instep.unedited.objects.evaluation import Evaluation, Place, Values, definition_of
 from instep.unedited.objects.script_code import functions_of, is_of_script
 
 _MAX_EXPRESSIONS = 32
@@ -126,7 +126,7 @@ class _Expression:
         values, own = Values(coming), {}
         if self._has_owner:
             own[self._function.__code__.co_varnames[0]] = self._owner()
-        scope = Scope(self._function, values, own, self._single)
+        scope = Evaluation(self._function, values, own, self._single)
         value = scope.value(self._node)
         self.places |= values.places
         return value
