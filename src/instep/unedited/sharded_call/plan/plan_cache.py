@@ -222,7 +222,9 @@ class CacheEntry:
                 self.conditions = BranchConditions(call.parts)
             if self.conditions.may_be_others():
                 self.watched_until = self.calls + _CALLS_TO_A_BRANCH
-        return self.is_branch_near or self.flow.is_watched(self.calls, may_change=plan.draws_outside_torch)
+        return self.is_branch_near or self.flow.is_watched(
+            self.calls, may_change=plan.draws_outside_torch
+        )
 
     @property
     def is_branch_near(self) -> bool:
