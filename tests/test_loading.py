@@ -6,6 +6,7 @@ import pickle
 import queue
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import threading
