@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-KERNELS := src/instep/training/normalization/cpu_kernels.c
+KERNELS := $(wildcard src/instep/training/*.h src/instep/training/*/*.c)
 # Two tests at once: while the ranks of one wait or start, those of the other compute.
 AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.

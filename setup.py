@@ -26,19 +26,27 @@ def with_absolute_links(page: str) -> str:
     return re.sub(r"(!?\[[^\]]*\]\()(?![a-z]+:)([^)#\s]*)((?:#[^)]*)?\))", absolute, page)
 
 
-KERNELS = "src/instep/training/normalization/cpu_kernels"
 # Sums may be reordered, which vector instructions need. Values may be infinite or NaN.
 FAST_SUMS = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
 
+
+def extension(source: str, *options: str) -> Extension:
+    """A module in C. Without a compiler, instep computes the same by torch's kernels."""
+    path = Path("src/instep/training", source)
+    return Extension(
+        f"instep.training.{path.parent.name}._{path.stem}",
+        [str(path)],
+        depends=["src/instep/training/vectorized.h"],
+        extra_compile_args=["-std=c11", "-O3", *options],
+        py_limited_api=True,
+        optional=True,
+    )
+
+
 setup(
     ext_modules=[
-        Extension(
-            "instep.training.normalization._cpu_kernels",
-            [f"{KERNELS}.c"],
-            extra_compile_args=["-std=c11", "-O3", *FAST_SUMS],
-            py_limited_api=True,
-            optional=True,  # without a compiler, instep computes the same by torch's kernels
-        )
+        extension("normalization/cpu_kernels.c", *FAST_SUMS),
+        extension("draws/mersenne_twister.c"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     long_description=with_absolute_links((ROOT / "README.md").read_text()),

@@ -23,7 +23,7 @@ PROGRAMS = {
     "network namespaces": ("ip", "unshare"),
     "zsh": ("zsh",),
     "fish": ("fish",),
-    "C++": ("g++",),  # simulated_streams.cpp, cpu_kernels.c
+    "C++": ("g++",),  # simulated_streams.cpp, and what setup.py compiles
     "ssh": ("ssh", "sshd", "ssh-keygen"),
 }
 HEADER = Path(sysconfig.get_path("include"), "Python.h")

@@ -67,14 +67,16 @@ def test_a_package_holds_at_most_14_files(folder: Path) -> None:
     assert len([*folder.glob("*.py")]) <= 14
 
 
-def test_the_package_holds_python_and_one_file_of_c() -> None:
-    """And what setup.py builds of that."""
+def test_the_package_holds_python_and_two_files_of_c() -> None:
+    """And what setup.py builds of these."""
     built = (".pyc", ".so")
     files = [path for path in SRC.rglob("*") if path.is_file() and path.suffix not in built]
     others = {path for path in files if path.suffix != ".py"}
-    kernels = SRC / "training/normalization"
+    training = SRC / "training"
     assert others == {
-        *(SRC / "py.typed", kernels / "cpu_kernels.c", kernels / "_cpu_kernels.pyi"),
+        *(SRC / "py.typed", training / "vectorized.h"),
+        *(training / "normalization" / name for name in ("cpu_kernels.c", "_cpu_kernels.pyi")),
+        *(training / "draws" / name for name in ("mersenne_twister.c", "_mersenne_twister.pyi")),
     }
 
 

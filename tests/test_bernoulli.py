@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import components
 from instep.training.draws import bernoulli
 
 
@@ -40,3 +41,34 @@ def test_other_probabilities_are_left_to_torch(p: object) -> None:
 
 def test_other_devices_are_left_to_torch() -> None:
     assert not bernoulli.can_compare(torch.empty(2, device="meta"), 0.5)
+
+
+@components.needs("C++")
+@pytest.mark.parametrize("p", [0.0, 2**-40, 0.1, 0.7, 1 - 2**-53, 1.0])
+@pytest.mark.parametrize("drawn", [0, 1, 311, 622, 623, 624])
+def test_some_of_them_are_drawn_as_torch_draws_all(drawn: int, p: float) -> None:
+    """Whatever the generator has drawn before: a round of it has 624 numbers, an element two."""
+    ours, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for generator in (ours, theirs):
+        torch.rand(drawn, generator=generator)
+    parts = [torch.empty(2, 311), torch.empty(1, 311), torch.empty(0, 311)]
+    assert bernoulli.can_pass_over(parts) is bernoulli.can_compare(parts[0], p)
+    for before, after in ((0, 0), (311, 622), (622, 0)):
+        expected = torch.empty(before // 311 + 3 + after // 311, 311)
+        expected.bernoulli_(p, generator=theirs)
+        bernoulli.draw_ones(parts, before, after, p, ours)
+        assert torch.equal(torch.cat(parts), expected[before // 311 :][:3])
+        assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_other_tensors_are_compared_as_a_whole() -> None:
+    for out in (torch.empty(2, 3).t(), torch.empty(2, dtype=torch.float64)):
+        assert not bernoulli.can_pass_over([out])
+
+
+def test_another_generators_state_is_refused() -> None:
+    compiled = pytest.importorskip("instep.training.draws._mersenne_twister")
+    state = torch.Generator().get_state()
+    state[8:12] = 255
+    with pytest.raises(ValueError, match="no state of torch's generator"):
+        compiled.draw_ones(state.data_ptr(), 1, 0, 0, 0)

@@ -12,13 +12,7 @@
 #include <Python.h>
 #include <math.h>
 
-/* GCC compiles such a function for several vector widths; which one runs is chosen at load time. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_PROCESSOR \
-    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
+#include "../vectorized.h"
 
 typedef Py_ssize_t Size;
 

@@ -185,15 +185,16 @@ class GlobalBatchDraws:
             whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
             return self._scatter(whole, dim)
         firsts = [call.args[0] if call.args else call.kwargs["self"] for call in calls]
+        order = self._row_dims.order_of(draw, firsts[0], dim)
         make_whole = partial(
-            torch.empty_permuted,
-            self._whole_shape(shape, dim),
-            self._row_dims.order_of(draw, firsts[0], dim),
-            device=firsts[0].device,
+            torch.empty_permuted, self._whole_shape(shape, dim), order, device=firsts[0].device
         )
         if draw.op == "bernoulli_":
             p = args[1] if len(args) > 1 else 0.5
             if bernoulli.can_compare(firsts[0], p):
+                is_in_rows = dim == 0 and order == (*range(len(shape)),)
+                if is_in_rows and bernoulli.can_pass_over(firsts):
+                    return self._bernoulli_of_rows(firsts, p, **kwargs)
                 return self._bernoulli(make_whole(dtype=torch.int64), dim, firsts, p, **kwargs)
         from_end = dim - len(shape)  # as arguments broadcast
         if draws_of(draw.op) is Draws.VALUES:
@@ -265,6 +266,15 @@ class GlobalBatchDraws:
     ) -> Sequence[Tensor]:
         parts = self._scatter(bernoulli.draw_bits(whole, generator), dim)
         return [bernoulli.compare(bits, p, out) for bits, out in zip(parts, outs, strict=True)]
+
+    def _bernoulli_of_rows(
+        self, outs: Sequence[Tensor], p: float, generator: torch.Generator | None = None
+    ) -> Sequence[Tensor]:
+        first, last = self._blocks[0], self._blocks[-1]
+        of_sample = outs[0].numel() // first.count
+        before, after = first.start * of_sample, (last.total - last.stop) * of_sample
+        bernoulli.draw_ones(outs, before, after, p, generator)
+        return outs
 
     def _whole_shape(self, shape: Any, dim: int) -> list[int]:
         whole, block = list(shape), self._blocks[0]
