@@ -737,3 +737,17 @@ def test_sparse_gradients_of_a_table_are_averaged_too(delay):
     assert table.weight.grad.is_sparse
     assert torch.allclose(table.weight.grad.to_dense(), alone[0].weight.grad.to_dense())
     assert torch.allclose(model[2].weight.grad, alone[2].weight.grad)
+
+
+@ranks(1, 3)
+def test_a_table_that_a_dense_layer_has_too_is_averaged_as_that():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 5, bias=False))
+    model[1].weight = model[0].weight
+    alone = copy.deepcopy(model)
+    for rank in range(instep.world_size):
+        (alone(torch.tensor([rank, 4])).square().sum() / instep.world_size).backward()
+    averaged = DistributedDataParallel(model)
+    averaged(torch.tensor([instep.rank, 4])).square().sum().backward()
+    assert not model[0].weight.grad.is_sparse
+    torch.testing.assert_close(model[0].weight.grad, alone[0].weight.grad)

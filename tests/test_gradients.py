@@ -538,3 +538,14 @@ def test_a_table_with_sparse_gradients_may_have_rows_of_some_ranks_only(sync):
     expected, found = grads_of_table(False, sync), grads_of_table(True, sync)
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)
+
+
+@ranks(3)
+def test_a_table_that_a_dense_layer_has_too_has_a_dense_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9, bias=False))
+    model[1].weight = model[0].weight
+    alone, ids = copy.deepcopy(model), torch.tensor([0, 3, 3, 8, 5, 1])
+    alone(ids).square().mean().backward()
+    instep.replicate(model)(instep.shard(ids)).square().mean().backward()
+    torch.testing.assert_close(model[0].weight.grad, alone[0].weight.grad)

@@ -275,7 +275,7 @@ class Reducer:
             before = self._of_tables.get(index) if has_grad else parameter.grad
             total = sum_table(parameter.grad if has_grad else None, parameter)
             self._partial.discard(index)
-            if has_grad or total._nnz():
+            if has_grad or not total.is_sparse or total._nnz():
                 parameter.grad = total if before is None else before + total
 
     def _verify_checksums(self) -> None:

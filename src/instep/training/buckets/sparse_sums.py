@@ -19,14 +19,18 @@ def find_tables(module: nn.Module) -> Iterator[Tensor]:
 
 
 def all_reduce_sparse(grad: Tensor) -> Tensor:
-    """The sum over ranks of a sparse gradient. Collective."""
-    mine = grad.coalesce()
+    """The sum over ranks of a sparse gradient. Collective.
+
+    It is dense where any rank's is: that of a table which a dense layer uses, too.
+    """
+    mine = grad.coalesce() if grad.is_sparse else grad.to_sparse(1).coalesce()
     # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
-    parts = all_gather_object((mine.indices().cpu(), mine.values().to("cpu")))
-    indices, values = zip(*parts, strict=True)
-    return make_sparse(
+    parts = all_gather_object((mine.indices().cpu(), mine.values().to("cpu"), grad.is_sparse))
+    indices, values, are_sparse = zip(*parts, strict=True)
+    total = make_sparse(
         torch.cat(indices, dim=1).to(grad.device), torch.cat(values).to(grad.device), grad.shape
     ).coalesce()
+    return total if all(are_sparse) else total.to_dense()
 
 
 def sum_table(grad: Tensor | None, table: Tensor) -> Tensor:
