@@ -6,32 +6,35 @@ comparison; what a forward changes is compared where the call is (see `CacheEntr
 
 from __future__ import annotations
 
-import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from instep.training.pytree import PLAIN, SEQUENCES
+from instep.training.pytree import PLAIN
 from instep.unedited.objects.code_changes import CodeChanges
-from instep.unedited.objects.graph_node import HOOK_TABLES, GraphNode
-from instep.unedited.objects.library_state import is_of_library
+from instep.unedited.objects.graph_node import HOOK_TABLES
+from instep.unedited.objects.namespaces import (
+    OTHER_OBJECT,
+    Counters,
+    Items,
+    Key,
+    Table,
+    changed_tables,
+    is_sequence,
+    table_of,
+    table_of_class,
+)
 from instep.unedited.objects.number_expressions import NumberChanges, NumberExpressions
 from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 
 MAX_TABLES = 512
 """How many containers beside the modules are looked at before each call."""
-MAX_NAMES = 64
-"""Larger dicts are data, and not looked at."""
-MAX_ITEMS = 32
-"""Of a longer list only the length is looked at."""
 MAX_VALUES = 16
 """A flag with more values counts as a number."""
 FEW_CHANGES = 4
@@ -44,10 +47,6 @@ MAX_IDLE = 16
 """A module is forgotten after so many looks at others: what is known of it may lead back to it."""
 
 _ABSENT = object()
-_OTHER_OBJECT = object()
-"""In place of the value: another object than before, or more or fewer of them."""
-Key = tuple[str, int, str]
-"""The path of a namespace, which of those of this path it is, and a name in it."""
 _PARTS: Key = ("", 0, "parts")
 _CODE: Key = ("", 0, "code")
 
@@ -58,90 +57,14 @@ def is_compared_change(changes: int, calls: int) -> bool:
     return changes <= FEW_CHANGES or is_stable or changes.bit_count() == 1
 
 
-class _Table:
-    """The values in one namespace, as they were when it was last looked at."""
-
-    __slots__ = ("get", "key", "length", "names", "values", "where")
-
-    def __init__(self, path: str, where: Any, names: list[str], length: bool) -> None:
-        self.key, self.where, self.names = (path, 0), where, tuple(names)
-        is_mapping = isinstance(where, dict | types.MappingProxyType)
-        getter = itemgetter if is_mapping else attrgetter
-        self.get: Callable[[Any], tuple[Any, ...]] = getter(*names, names[0])
-        if isinstance(where, ContextVar):
-            self.get = _value_of
-        self.length = len(where) if length else -1
-        self.values = self.get(where)
-
-    def is_resized(self) -> bool:
-        """Whether there are more or fewer values."""
-        return 0 <= self.length != len(self.where)
-
-
-def _changed(tables: Iterable[_Table]) -> list[_Table]:
-    """Those of which anything is not as it was."""
-    # Before and after every call, for every module: no call for each table.
-    return [
-        table
-        for table in tables
-        if table.get(table.where) != table.values or 0 <= table.length != len(table.where)
-    ]
-
-
-class _Items:
-    """Which objects a list has, or a set of plain values; of others, or of many, how many."""
-
-    __slots__ = ("items", "key", "length", "where")
-
-    def __init__(self, path: str, where: Any) -> None:
-        self.key, self.where = (path, 0), where
-        self.update()
-
-    def update(self) -> None:
-        self.length = len(self.where)
-        self.items: tuple[Any, ...] | frozenset[Any] = ()
-        if self.length <= MAX_ITEMS and isinstance(self.where, list | deque):
-            self.items = tuple(self.where)
-        elif isinstance(self.where, set) and _is_sequence(self.where):
-            self.items = frozenset(self.where)
-
-    def has_changed(self) -> bool:
-        """Whether anything is not as it was."""
-        if len(self.where) != self.length:
-            return True
-        if isinstance(self.items, frozenset):
-            return bool(self.where != self.items)
-        return not all(map(is_, self.where, self.items))
-
-
-class _Counters:
-    """The whole numbers and truth values in tensors of no dimension, which a forward may read."""
-
-    __slots__ = ("tensors", "versions")
-
-    def __init__(self, values: Iterable[Tensor | None]) -> None:
-        self.tensors = [x for x in values if x is not None and _is_counter(x)]
-        self.versions = [x._version for x in self.tensors]
-
-    def find_changes(self) -> dict[Key, Any]:
-        """Those that were written to since this was last asked."""
-        versions = [x._version for x in self.tensors]
-        if versions == self.versions:
-            return {}
-        pairs = enumerate(zip(versions, self.versions, strict=True))
-        changed = [k for k, (now, before) in pairs if now != before]
-        self.versions = versions
-        return {("tensor", k, "version"): _OTHER_OBJECT for k in changed}
-
-
 class AttributeChanges:
     """The attributes of a module and of what they lead to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)  # `_known` must not keep it
-        self._tables: list[_Table] = []
-        self._items: list[_Items] = []
-        self._counters = _Counters(())
+        self._tables: list[Table] = []
+        self._items: list[Items] = []
+        self._counters = Counters(())
         self._code = CodeChanges(())
         self._part_tables: list[Iterable[nn.Module | None]] = []
         self._parts: tuple[nn.Module | None, ...] = ()
@@ -175,7 +98,7 @@ class AttributeChanges:
         self.recent = {}
         for key, value in self._find_changes(by_script=True).items():
             if key not in self._ignored:
-                self.recent[key] = "" if value is _OTHER_OBJECT else repr(value)
+                self.recent[key] = "" if value is OTHER_OBJECT else repr(value)
                 self._note(key, value)
         if not self._expressions.places:
             return
@@ -213,33 +136,33 @@ class AttributeChanges:
         parts = tuple(chain.from_iterable(self._part_tables))
         classes = (type(self._module()), *map(type, parts))
         if self._parts != parts or self._classes != classes:
-            found[_PARTS] = _OTHER_OBJECT
+            found[_PARTS] = OTHER_OBJECT
         for items in self._items:
             if items.has_changed():
                 items.update()
-                found[*items.key, "items"] = _OTHER_OBJECT
+                found[*items.key, "items"] = OTHER_OBJECT
         if self._code.has_changed() and by_script:
-            found[_CODE] = _OTHER_OBJECT
+            found[_CODE] = OTHER_OBJECT
             return self._look_anew() | found
         try:
-            changed = _changed(self._tables)
+            changed = changed_tables(self._tables)
             resized = [table for table in changed if table.is_resized()]
         except Exception:  # one is gone, or the script's value cannot be compared, as a tensor
             return found | self._look_anew()
         if resized or _PARTS in found:
-            found |= {(*table.key, "length"): _OTHER_OBJECT for table in resized}
+            found |= {(*table.key, "length"): OTHER_OBJECT for table in resized}
             return found | self._look_anew()
         for table in changed:
             now = table.get(table.where)
             for name, old, new in zip(table.names, table.values, now, strict=False):
-                is_value = isinstance(new, np.generic) or _is_sequence(new)
+                is_value = isinstance(new, np.generic) or is_sequence(new)
                 if old is new or (is_value and old == new):
                     continue
                 if isinstance(new, PLAIN) and isinstance(old, PLAIN):
                     if old != new:
                         found[*table.key, name] = self._known[*table.key, name] = new
                 elif by_script:  # other objects, with other values in them
-                    found[*table.key, name] = _OTHER_OBJECT
+                    found[*table.key, name] = OTHER_OBJECT
                     return self._look_anew() | found
             table.values = now
         return found
@@ -249,24 +172,24 @@ class AttributeChanges:
         module = cast(nn.Module, self._module())
         modules = dict(module.named_modules())
         graph = ObjectGraph(modules)
-        tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
+        tables = [table for node in graph.nodes.values() if (table := table_of(node))]
         # In an order that is the same on all ranks: a set's depends on addresses.
         bases = dict.fromkeys(base for each in modules.values() for base in type(each).__mro__)
         classes = [base for base in bases if is_of_script(base)]
         others = [cls for cls in classes if id(cls) not in graph.nodes]
-        of_classes = [table for cls in others if (table := _table_of_class(cls))]
+        of_classes = [table for cls in others if (table := table_of_class(cls))]
         self._tables = tables[: MAX_TABLES + len(modules)] + of_classes
         self._items = [
-            _Items(node.path, node.value)
+            Items(node.path, node.value)
             for node in graph.nodes.values()
             if isinstance(node.value, list | deque | set | dict)
             and not (isinstance(node.value, dict) and node.contents)
             and node.path.rpartition(".")[2] not in HOOK_TABLES
         ][:MAX_TABLES]
-        self._items += [_Items(cls.__name__, vars(cls)) for cls in classes]
+        self._items += [Items(cls.__name__, vars(cls)) for cls in classes]
         named = chain.from_iterable(module._buffers.items() for module in modules.values())
         buffers = (x for name, x in named if name != "num_batches_tracked")
-        self._counters = _Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
+        self._counters = Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
         self._part_tables = [module._modules.values() for module in modules.values()]
         self._parts = tuple(chain.from_iterable(self._part_tables))
         self._classes = (type(module), *map(type, self._parts))
@@ -293,7 +216,7 @@ class AttributeChanges:
 
     def _note(self, key: Key, value: Any) -> None:
         is_number = isinstance(value, int | float | complex) and not isinstance(value, bool)
-        if not (is_number or value is _OTHER_OBJECT):
+        if not (is_number or value is OTHER_OBJECT):
             values = self._values.setdefault(key, set())
             if len(values) <= MAX_VALUES:  # a text may be another one at each call
                 values.add(value)
@@ -310,73 +233,6 @@ class AttributeChanges:
         if is_number:
             is_due |= self._numbers.setdefault(key, NumberChanges()).has_new_size(value)
         self.due += is_due
-
-
-def _table_of(node: GraphNode) -> _Table | None:
-    """What is looked at of a node; None if nothing is."""
-    value = node.value
-    if isinstance(value, types.CellType):
-        return _Table(node.path, value, ["cell_contents"], False) if node.contents else None
-    if isinstance(value, ContextVar):
-        return _Table(node.path, value, ["value"], False)
-    if not isinstance(node.contents, dict):
-        return None
-    is_dict = isinstance(value, dict)
-    where = value if is_dict else getattr(value, "__dict__", {})
-    has_slots = is_of_script(type(value)) and any(name not in where for name in node.contents)
-    is_of_torch = type(value).__module__.startswith("torch.")
-    names = [
-        name
-        for name, each in node.contents.items()
-        if (name in where or has_slots)
-        and name not in HOOK_TABLES
-        and (_is_looked_at(each) or (_is_sequence(each) and not is_of_torch))
-    ]
-    if not names or (is_dict and not node.names and dict.__len__(value) > MAX_NAMES):
-        return None
-    if has_slots:
-        return _Table(node.path, value, names, False)
-    is_sized = not (isinstance(value, type) or (is_dict and is_of_library(value)))
-    return _Table(node.path, where, names, is_sized)
-
-
-def _table_of_class(cls: type) -> _Table | None:
-    """The methods and plain values of a class of the script's."""
-    names = [
-        name
-        for name, value in vars(cls).items()
-        if not name.startswith("__") and isinstance(value, (*PLAIN, types.FunctionType))
-    ]
-    return _Table(cls.__name__, vars(cls), names, False) if names else None
-
-
-def _is_looked_at(value: Any) -> bool:
-    """Whether this is compared: not tensors and arrays, which are data, but for counters."""
-    if isinstance(value, Tensor):
-        return _is_counter(value)
-    if isinstance(value, (*PLAIN, dict, np.generic, types.FunctionType, types.BuiltinFunctionType)):
-        return True
-    is_other = isinstance(value, (nn.Module, type, types.ModuleType))
-    return not is_other and hasattr(value, "__dict__")
-
-
-def _is_counter(tensor: Tensor) -> bool:
-    """Whether this is a whole number or a truth value."""
-    if type(tensor) is not Tensor or tensor.dim() or tensor.is_inference():
-        return False
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _is_sequence(value: Any) -> bool:
-    """Whether this is a short list, tuple or set of plain values."""
-    kind = next((each for each in SEQUENCES if isinstance(value, each)), None)
-    if kind is None or kind.__len__(value) > MAX_ITEMS:
-        return False
-    return all(isinstance(item, PLAIN) for item in kind.__iter__(value))
-
-
-def _value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    return variable.get(None), None
 
 
 _known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
