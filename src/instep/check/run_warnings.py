@@ -243,7 +243,8 @@ where the loss is a mean over rows. Class weights, an ignored class, a mean over
 of the rows, and sums need another weight. State it before `backward()`. For a sum, also one that is
 divided by a constant (`loss.sum() / 64`), it is `instep.weight(None)`. While the ranks have equal
 numbers of rows, such a constant looks like a mean over columns: the warning comes with the first
-batch that is divided unevenly.
+batch that is divided unevenly, or with the next `backward()`, which shows whether batches are
+accumulated.
 
 ```python
 loss = cross_entropy(model(x), y, weight=weights, ignore_index=-1)
