@@ -114,7 +114,7 @@ def count_rows(modules):
         add_rows(call.module, 0, max_rows(call.leaves))
 
     def run_known_whole(known_call, original, module, args, kwargs):
-        leaves = modules.BoundCall.of(original, module, args, kwargs).leaves
+        leaves = modules.BoundCall.of(original, [module], args, kwargs).leaves
         add_rows(module, 0, max_rows(leaves))
         return known(known_call, original, module, args, kwargs)
 
