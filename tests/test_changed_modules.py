@@ -352,7 +352,10 @@ class ByCounter(Ramped):
         return max(0, min(1, (self.counter.item() - START) / 20))
 
 
-COMPUTED = [ByArithmetic, ByFunction, ByObject, ByTable, ByNumPy, ByPower, ByCounter]
+COMPUTED = [
+    *(ByFunction, ByObject, ByPower, ByCounter),
+    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (ByArithmetic, ByTable, ByNumPy)),
+]
 
 
 @ranks(2)

@@ -442,10 +442,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("index", "workers"),
     [
-        pytest.param(3, 0, id="rank 0"),
-        pytest.param(5, 0, id="rank 1"),
+        pytest.param(3, 0, id="rank 0", marks=pytest.mark.nightly),
+        pytest.param(5, 0, id="rank 1", marks=pytest.mark.nightly),
         pytest.param(5, 1, id="a worker of rank 1"),
-        pytest.param(99, 1, id="collating"),
+        pytest.param(99, 1, id="collating", marks=pytest.mark.nightly),
     ],
 )
 def test_a_traceback_from_a_loader_has_no_frame_of_instep(tmp_path, index, workers):

@@ -511,7 +511,11 @@ def measured_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool],
             id="runs a command",
             marks=NIGHTLY,
         ),
-        pytest.param("3", "1.1", "is interrupted", "since it has made", id="is interrupted"),
+        pytest.param(
+            *("3", "1.1", "is interrupted", "since it has made"),
+            id="is interrupted",
+            marks=NIGHTLY,
+        ),
     ],
 )
 def test_ranks_that_take_more_time_than_one_process_end(
