@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 KERNELS := $(wildcard src/instep/training/*.h src/instep/training/*/*.c)
-# Three tests at once: while the ranks of one wait or start, those of the others compute.
-AT_ONCE := -n 3 --dist worksteal
+# Two tests at once: while the ranks of one wait or start, those of the other compute.
+AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
