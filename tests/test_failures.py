@@ -362,6 +362,20 @@ for rank in "01":
     subprocess.Popen(command, env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank})
 sys.stdin.read()
 """
+
+
+def launcher_of(folder: Path, script: str, **variables: str) -> subprocess.Popen[str]:
+    """A launcher of two ranks of this script, which waits for its standard input to end."""
+    (folder / "train.py").write_text(script)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES, port], cwd=folder, env=environ | variables, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
 LEFT = """
 import instep, threading
 instep.init()
@@ -375,14 +389,7 @@ threading.Event().wait()  # left here
 @pytest.mark.timeout(60)
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """One of them was started by a script of the user's, which goes on."""
-    (tmp_path / "train.py").write_text(LEFT)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHES, port], cwd=tmp_path, env=environ, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as launcher:  # fmt: skip
+    with launcher_of(tmp_path, LEFT) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["met\n"] * 2
         launcher.kill()
@@ -406,15 +413,7 @@ instep.init()
 @pytest.mark.launch
 @pytest.mark.timeout(60)
 def test_a_rank_that_waits_for_others_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ALONE)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-    environ["INSTEP_ARRIVAL_NOTICE"] = "1"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHES, port], cwd=tmp_path, env=environ, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as launcher:  # fmt: skip
+    with launcher_of(tmp_path, ALONE, INSTEP_ARRIVAL_NOTICE="1") as launcher:
         assert launcher.stdout is not None
         assert launcher.stderr is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["begins\n"] * 2

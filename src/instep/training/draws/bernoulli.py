@@ -47,11 +47,13 @@ def can_pass_over(outs: Sequence[Tensor]) -> bool:
 def draw_ones(
     outs: Sequence[Tensor], before: int, after: int, p: float, generator: torch.Generator | None
 ) -> None:
-    """Draw into tensors that lie one after the other in one of which no more is needed.
+    """Draw `outs`, parts of a larger tensor that lie one after the other in its memory.
+
+    The generator goes on as if the whole tensor was drawn.
 
     Args:
-        before: elements of that one before the first of `outs`.
-        after: those after the last.
+        before: how many elements the larger tensor has before the first part.
+        after: how many after the last.
     """
     _draw(_compiled(), outs, before, after, p, generator or torch.default_generator)
 

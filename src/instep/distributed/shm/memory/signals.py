@@ -39,9 +39,9 @@ _LEFT, _ABORTED = 1, 2
 _SPINS = 400
 _YIELD_SECONDS = 0.002
 _LOST_SECONDS, _LOST_TIMES, _BUSY_SECONDS = 0.0002, 20, 1.0
-"""Where a yield takes so long, another process had the core: a yield gives away a whole time slice
-(milliseconds), a sleep ends when it should. For so many times as long nothing yields again, and
-for twice as long each time that it is soon lost again, up to a second."""
+"""A yield that takes so long has lost the core to another process: a yield gives away a whole time
+slice (milliseconds), a sleep ends when it should. The rank then sleeps instead of yielding for so
+many times as long, and for twice as long whenever it soon loses the core again, up to a second."""
 _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
@@ -103,7 +103,7 @@ class Signals:
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
         self._busy_until = self._busy_seconds = 0.0
-        # Linux may add 50 microseconds to a thread's sleeps, unless it says how many nanoseconds.
+        # Linux may lengthen a thread's sleeps by its timer slack: 50 microseconds by default.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     @property
