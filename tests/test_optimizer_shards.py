@@ -154,6 +154,19 @@ def test_on_a_cpu_the_fused_kernel_takes_the_place_of_pytorchs_loops(kind) -> No
     assert divided.state_dict()["param_groups"] == loops.state_dict()["param_groups"]
 
 
+@ranks(2)
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_parameters_of_few_bits_have_those_of_pytorchs_loops(kind) -> None:
+    models = [instep.replicate(network().bfloat16()) for _ in range(2)]
+    optimizers = [kind(model.parameters(), 1e-2) for model in models]
+    instep.shard(optimizers[1])
+    for x, y in batches():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, optimizer, (x.bfloat16(), y))
+            optimizer.step()
+    assert_equal(models, optimizers)
+
+
 @ranks(1, 2, 3)
 def test_what_scripts_do_around_a_step() -> None:
     """Groups, a scheduler made before and one made after, clipping, accumulation, hooks, a layer
