@@ -6,14 +6,11 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import components
 import slurm
-
-NIGHTLY_VARIANTS = Path(__file__).parent / "nightly_variants.txt"
 
 
 def pytest_configure() -> None:
@@ -29,15 +26,6 @@ def pytest_configure() -> None:
     for number, handler in signals.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the variants that nightly_variants.txt lists."""
-    listed = {line for line in NIGHTLY_VARIANTS.read_text().splitlines() if line[:1] != "#"}
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(tryfirst=True)

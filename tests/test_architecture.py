@@ -359,10 +359,3 @@ def test_what_benchmarks_import_is_there():
                 for each in node.names:
                     found = hasattr(module, each.name) or find_spec(f"{node.module}.{each.name}")
                     assert found, f"{path}:{node.lineno}"
-
-
-def test_the_variants_that_are_nightly_are_those_of_tests() -> None:
-    listed = (ROOT / "tests" / "nightly_variants.txt").read_text().splitlines()
-    for line in (each for each in listed if each[:1] != "#"):
-        path, _, name = line.partition("::")
-        assert f"\ndef {name.partition('[')[0]}(" in (ROOT / path).read_text(), line

@@ -38,9 +38,9 @@ from pool import ranks, run, talking_over
 
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
-BY_DAY = ("two lines", "cnn")
+BY_DAY = ("two lines",)
 AT_NIGHT = (
-    *("large", "attention", "adversarial"),
+    *("cnn", "large", "attention", "adversarial"),
     *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
     *("sparse", "in a list", "few rows"),
 )

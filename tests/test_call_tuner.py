@@ -339,8 +339,17 @@ def test_a_step_that_no_backward_reaches_does_not_wait_for_ever() -> None:
         timed_calls.reset()
 
 
-@pytest.mark.parametrize(("sharded", "rows"), [(0.8, 6), (1.2, 12)])
-@pytest.mark.parametrize("calls", [18, 23, 40])
+@pytest.mark.parametrize(
+    ("calls", "sharded", "rows"),
+    [
+        (18, 0.8, 6),
+        (18, 1.2, 12),
+        (23, 0.8, 6),
+        pytest.param(23, 1.2, 12, marks=pytest.mark.nightly),
+        pytest.param(40, 0.8, 6, marks=pytest.mark.nightly),
+        pytest.param(40, 1.2, 12, marks=pytest.mark.nightly),
+    ],
+)
 @ranks(2)
 def test_of_many_calls_before_a_backward_the_first_ones_are_compared(
     calls: int, sharded: float, rows: int

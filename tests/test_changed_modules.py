@@ -353,8 +353,11 @@ class ByCounter(Ramped):
 
 
 COMPUTED = [
-    *(ByFunction, ByObject, ByPower, ByCounter),
-    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (ByArithmetic, ByTable, ByNumPy)),
+    *(ByFunction, ByObject),
+    *(
+        pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in (ByPower, ByCounter, ByArithmetic, ByTable, ByNumPy)
+    ),
 ]
 
 

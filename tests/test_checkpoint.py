@@ -158,18 +158,15 @@ def samples(results, first=0):
 
 
 KINDS = ("sharded", "workers", "generator", "sliced", "plain")
+BY_DAY = (("sliced", 2), ("plain", 2), ("sharded", STEPS + 1))
 
 
 @pytest.mark.parametrize(
     ("kind", "stop_at"),
     [
-        *((kind, 2) for kind in KINDS),
-        *(("sharded", stop_at) for stop_at in (STEPS, STEPS + 1)),
-        *(
-            pytest.param(kind, stop_at, marks=pytest.mark.nightly)
-            for kind in KINDS[1:]
-            for stop_at in (STEPS, STEPS + 1)
-        ),
+        pytest.param(kind, stop_at, marks=() if (kind, stop_at) in BY_DAY else pytest.mark.nightly)
+        for kind in KINDS
+        for stop_at in (2, STEPS, STEPS + 1)
     ],
 )
 def test_at_the_same_number_of_ranks_it_is_bit_for_bit(tmp_path, kind, stop_at):

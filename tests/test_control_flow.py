@@ -145,12 +145,12 @@ def play(log: Log, *args: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "loss"),
     [
-        (CentresAfterAWhile, of_scores),
-        (CentresEverySixthBatch, of_scores),
+        pytest.param(CentresAfterAWhile, of_scores, marks=pytest.mark.nightly),
+        pytest.param(CentresEverySixthBatch, of_scores, marks=pytest.mark.nightly),
         (CentresLargeBatches, of_scores),
         (RepeatsUntilItIsSmall, of_scores),
         (FollowsTheLongest, of_scores),
-        (LossOfTheConfident, of_loss),
+        pytest.param(LossOfTheConfident, of_loss, marks=pytest.mark.nightly),
         (DoublesPositiveBatches, of_signs),
     ],
 )

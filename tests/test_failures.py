@@ -201,11 +201,12 @@ model(torch.ones(8, 4))
 @pytest.mark.parametrize(
     ("end", "failing", "what", "last"),
     [
-        (
+        pytest.param(
             "raise ValueError('boo')",
             "1",
             "1 of 2 failed (exit code 1); rank 0 was stopped",
             "ValueError: boo\n",
+            marks=pytest.mark.nightly,
         ),
         (
             "raise SystemExit(3)",

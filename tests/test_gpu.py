@@ -24,6 +24,7 @@ import test_simulated_streams
 from oracle import Log, same_as_one_process
 from sharded_training import SHARDED, mlp, unedited
 from test_simulated import AMP, EXPLICIT, INSIDE, OPTIMIZERS, check_replicas, dropped, large, waits
+from test_simulated_streams import in_branches, in_one_stream, trainings, unedited_in_branches
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,11 +73,7 @@ def test_unedited_trainings_have_the_numbers_of_one_process(name: str) -> None:
     same_as_one_process(on_gpu, name, sizes=(2,), dtype=torch.float64, nudge=True)
 
 
-@pytest.mark.parametrize(
-    "training",
-    test_simulated_streams.TRAININGS,
-    ids=lambda training: training.__name__,
-)
+@pytest.mark.parametrize("training", trainings(in_one_stream, in_branches, unedited_in_branches))
 def test_trainings_that_use_streams_have_the_numbers_of_one_process(
     training: Callable[[Log], None],
 ) -> None:

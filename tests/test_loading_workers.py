@@ -117,7 +117,7 @@ AT_NIGHT = pytest.mark.nightly
         (Parts, {"batch_size": 4, "drop_last": True, "num_workers": 2}),
         pytest.param(Parts, {"batch_size": None}, marks=AT_NIGHT),
         pytest.param(Parts, {"batch_size": 2, "persistent_workers": True}, marks=AT_NIGHT),
-        (Bulk, {"batch_size": 4, "shuffle": True}),
+        pytest.param(Bulk, {"batch_size": 4, "shuffle": True}, marks=AT_NIGHT),
         (Noised, {"batch_size": 4, "shuffle": True, "persistent_workers": True}),
         pytest.param(Noised, {"batch_size": None}, marks=AT_NIGHT),
     ],

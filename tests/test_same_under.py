@@ -82,7 +82,7 @@ COMMANDS = {
 }
 NAMES = {"gloo": "gloo", "shm": shm.NAME}
 """Each backend listens on loopback only. torch.distributed.launch is torchrun; see below."""
-AT_NIGHT = ("instep run", "MPICH")
+AT_NIGHT = ("instep run", "MPICH", "torchrun")
 """By day test_hosts.py trains under the first, and test_interrupts.py under the second."""
 
 
@@ -161,7 +161,8 @@ def _path():
 @pytest.mark.parametrize(
     ("command", "method"),
     [
-        pytest.param([*PYTHON, "-m", "instep", "run", "-n", "2"], "env://", id="instep run"),
+        pytest.param([*PYTHON, "-m", "instep", "run", "-n", "2"], "env://", id="instep run",
+                     marks=NIGHTLY),
         pytest.param([*PYTHON, "-m", "instep", "run", "-n", "2"], "tcp://127.0.0.1:{port}",
                      id="instep run, tcp", marks=NIGHTLY),
         pytest.param([*OPEN_MPI, "-n", "2", *PYTHON, "-m", "instep"], "env://",

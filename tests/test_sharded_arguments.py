@@ -776,7 +776,10 @@ LISTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if "images" in name else ()) for name in LISTS],
+)
 def test_arrays_lists_of_samples_and_rows_by_offsets_are_sharded(name: str) -> None:
     training, is_sharded, *args = LISTS[name]
     same_as_one_process(

@@ -194,19 +194,18 @@ def unedited_in_branches(log: Log) -> None:
     unedited(log, lambda log: of_a_script(log, Branches()), is_sharded=True)
 
 
-TRAININGS = [
-    in_one_stream,
-    in_branches,
-    pytest.param(unedited_in_one_stream, marks=pytest.mark.nightly),
-    unedited_in_branches,
-]
+TRAININGS = (in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches)
 
 
-@pytest.mark.parametrize(
-    "training",
-    TRAININGS,
-    ids=lambda training: training.__name__,
-)
+def trainings(*daily: Callable[[Log], None]) -> list[Any]:
+    """The parameters of a test: those that are not `daily` are nightly."""
+    return [
+        pytest.param(each, id=each.__name__, marks=() if each in daily else pytest.mark.nightly)
+        for each in TRAININGS
+    ]
+
+
+@pytest.mark.parametrize("training", trainings(in_one_stream))
 def test_trainings_that_use_streams_have_the_numbers_of_one_process(
     training: Callable[[Log], None],
 ) -> None:

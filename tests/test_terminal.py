@@ -79,7 +79,11 @@ print("after", file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    ("rank", "heard"), [(0, ["before", "meanwhile", "after"]), (1, ["before", "after"])]
+    ("rank", "heard"),
+    [
+        (0, ["before", "meanwhile", "after"]),
+        pytest.param(1, ["before", "after"], marks=pytest.mark.nightly),
+    ],
 )
 def test_of_another_rank_nothing_is_heard_meanwhile(rank, heard):
     """Whatever is still in a buffer."""

@@ -44,7 +44,14 @@ def most_of_one_rank(report: Report) -> float:
     return max(max(result.run.samples_per_rank) for result in report.results) / whole
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in LONG])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name == "mnist" else ())
+        for name in EXAMPLES
+        if name not in LONG
+    ],
+)
 def test_the_first_steps_are_those_of_one_process(name):
     report = proven(name, [3], 7, FEW.get(name, []))
     assert most_of_one_rank(report) == 1 if name in WHOLE else most_of_one_rank(report) < 0.4

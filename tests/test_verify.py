@@ -806,14 +806,16 @@ SABOTAGED_SCRIPTS = [
 ]
 
 
-AT_NIGHT = {"summed", "unsplit", "not_replicated", "shuffled_by_size"}
-"""Others by day have the same cause."""
+BY_DAY = {
+    *("shuffled_by_rank", "not_sharded", "schedule_by_ranks"),
+    *("scaled_rate", "distributed_sampler", "stops_early"),
+}
 
 
 @pytest.mark.parametrize(
     ("sabotage", "n", "told"),
     [
-        pytest.param(*case, marks=[nightly] * (case[0] in AT_NIGHT))
+        pytest.param(*case, marks=() if case[0] in BY_DAY else nightly)
         for case in SABOTAGED_CORES + SABOTAGED_SCRIPTS
     ],
 )
@@ -834,15 +836,16 @@ def test_unsynchronised_batch_norm_is_different(sabotage, solo, tmp_path):
 # One process sees these too: its own runs are of the same sabotaged script.
 SUMMED = "a sum taken for a mean: the gradient of step 1 is 1/2 of"
 SABOTAGED_LOSSES = [
-    ("sum", SUMMED),
+    pytest.param("sum", SUMMED, marks=nightly),
     pytest.param(
         "class_weights",
         "a sum or a weighted mean taken for a mean: in step 1 the ranks' losses",
         marks=nightly,
     ),
-    (
+    pytest.param(
         "dropout_by_rank",
         "randomness by rank: the model draws random numbers (dropout, noise) in step 1",
+        marks=nightly,
     ),
     (
         "augmented_by_rank",

@@ -130,11 +130,11 @@ def accumulated(model: nn.Module, x: Tensor) -> None:
     ("kind", "step"),
     [
         pytest.param(Coupled, by_parts, marks=pytest.mark.nightly),
-        (Coupled, recomputed),
+        pytest.param(Coupled, recomputed, marks=pytest.mark.nightly),
         pytest.param(Coupled, compiled, marks=pytest.mark.nightly),
         (Following, at_once),
         pytest.param(Following, into_some, marks=pytest.mark.nightly),
-        (Following, accumulated),
+        pytest.param(Following, accumulated, marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_whose_kernels_round_differently_stay_the_same(

@@ -136,6 +136,7 @@ def work_of_ranks(folder: Path, door: dict[str, str]) -> Iterator[dict[str, dict
             UNEDITED,
             {"collectives": 5, "barriers": 5, "nodes": 20, "functions": 2000, "in C": 2000},
             id="unedited",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
