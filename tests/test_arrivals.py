@@ -304,13 +304,12 @@ def test_a_script_gets_its_local_rank_in_the_spelling_that_it_declares(offered, 
 def divided(monkeypatch):
     """As in an unedited script on several ranks; yields what it is left alone for."""
     reasons = []
-    running = types.SimpleNamespace(multi_rank=types.SimpleNamespace())
 
     def opt_out(reason):
         reasons.append(reason)
-        running.multi_rank = None
+        session._current = None
 
-    monkeypatch.setattr(session, "_current", running)
+    monkeypatch.setattr(session, "_current", types.SimpleNamespace(world=World(3, 4, 3, 4)))
     monkeypatch.setattr(session, "_at_opt_out", [])
     monkeypatch.setattr(session, "opt_out", opt_out)
     return reasons

@@ -27,7 +27,7 @@ def claimed():
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr(launcher_env, "masked", {})
+    monkeypatch.setattr(launcher_env, "_masked", {})
     for name in [*filter(launchers.is_launcher_variable, os.environ)]:
         monkeypatch.delenv(name)
     said = {"RANK": "1", "WORLD_SIZE": "2", launchers.STORE_FD: "9"}
@@ -40,11 +40,11 @@ def test_the_launchers_variables_are_hidden_and_shown_again(launched):
     before = dict(os.environ)
     launcher_env.mask()
     assert dict(os.environ) == {k: v for k, v in before.items() if k not in launched}
-    assert launcher_env.masked == launched
+    assert launcher_env._masked == launched
     launcher_env.restore()
     del before[launchers.STORE_FD]  # what it named is not there any more
     assert dict(os.environ) == before
-    assert launcher_env.masked == {}
+    assert launcher_env._masked == {}
 
 
 MPI_SETTINGS = {
@@ -75,7 +75,7 @@ def test_what_mpirun_sets_for_its_ranks_is_hidden_beside_what_a_user_sets(launch
         monkeypatch.setenv(name, value)
     launcher_env.mask()
     assert MPI_SETTINGS.items() <= os.environ.items()
-    assert launcher_env.masked == launched | of_mpirun
+    assert launcher_env._masked == launched | of_mpirun
     launcher_env.restore()
 
 
@@ -239,6 +239,22 @@ def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_script_that_requires_its_local_rank_gets_it(tmp_path, n):
+    place = Place(tmp_path)
+    script = place.script("""
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int, required=True)
+        parser.add_argument("view")
+        print(parser.parse_args().local_rank)
+    """)
+    done = place.run("run", *FORKED, str(n), script)
+    assert done.returncode == 0, done.stderr
+    assert [line[-1] for line in sorted(done.stdout.splitlines())] == [str(k) for k in range(n)]
+
+
+@pytest.mark.launch
 def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
     place = Place(tmp_path)
     script = place.script("""
@@ -253,7 +269,7 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
 
 
 def test_a_variable_that_another_launcher_sets_is_said_to_be_so(monkeypatch):
-    monkeypatch.setattr(launcher_env, "masked", {"RANK": "1"})
+    monkeypatch.setattr(launcher_env, "_masked", {"RANK": "1"})
     world = World(rank=1, size=2, local_rank=1, local_size=2, source="instep run")
     notes = []
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "a word", 3):

@@ -8,8 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
@@ -21,31 +20,20 @@ from instep.unedited.errors import UneditedError
 from instep.unedited.opt_out import BatchEffect
 from instep.unedited.single_rank import SingleRankSession
 
+if TYPE_CHECKING:
+    from instep.unedited.multi_rank import MultiRankSession  # it imports torch
 
-@dataclass(eq=False)
-class UneditedSession:
-    """One script that runs unedited on the ranks of a world."""
-
-    world: World
-    seed: int
-    """What torch, numpy and random were seeded with on every rank."""
-    single_rank: SingleRankSession | None = field(default=None, repr=False)
-    """What is installed in a world of one."""
-    multi_rank: Any = field(default=None, repr=False)
-    """What is installed in a larger world: a MultiRankSession, which imports torch."""
-
-
-_current: UneditedSession | None = None
+_current: SingleRankSession | MultiRankSession | None = None
 _at_opt_out: list[Callable[[], object]] = []
 _reasons: list[str] = []
 
 
-def current() -> UneditedSession | None:
+def current() -> SingleRankSession | MultiRankSession | None:
     """The session of this process."""
     return _current
 
 
-def start() -> UneditedSession | None:
+def start() -> None:
     """Join the other ranks and let the script that follows see one process.
 
     Does nothing the second time, or in a process that multiprocessing started, which is no rank.
@@ -62,14 +50,11 @@ def start() -> UneditedSession | None:
             fix_hash_seed()
         launcher_env.set_visible_device(world)
         if world.size == 1:
-            single = SingleRankSession([LOADER_PATCH, *_bitwise_patches()])
-            _current = UneditedSession(world, single.seed, single_rank=single)
+            _current = SingleRankSession(world, [LOADER_PATCH, *_bitwise_patches()])
         else:
             from instep.unedited.multi_rank import MultiRankSession  # it imports torch
 
-            multi = MultiRankSession(opt_out)
-            _current = UneditedSession(multi.world, multi.seed, multi_rank=multi)
-    return _current
+            _current = MultiRankSession(opt_out)
 
 
 def _bitwise_patches() -> Sequence[Patch]:
@@ -85,27 +70,27 @@ def stop() -> None:
     global _current
     session, _current = _current, None
     if session is not None:
-        (session.single_rank or session.multi_rank).end()
+        session.end()
 
 
 def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     """Let the script run on every rank as it is from now on.
 
-    Raises UneditedError if the ranks have shared work already.
+    Does nothing in a world of one. Raises UneditedError if the ranks have shared work already.
     """
     session = _current
-    if session is None:
+    if session is None or isinstance(session, SingleRankSession):
         return
     bitwise.check_divided(reason)
     from instep.unedited.sharded_call.counting import call_counts  # it imports torch
 
-    if session.multi_rank.has_begun or call_counts.sharded:
+    if session.has_begun or call_counts.sharded:
         raise UneditedError(
             f"all ranks have run this script as one process so far, and now {reason}. "
             "Run it with --plain, as a script for several processes."
         )
     print_opt_out(session.world, reason, effect)
-    session.multi_rank.leave_job()
+    session.leave_job()
     stop()
     while _at_opt_out:
         _at_opt_out.pop()()
@@ -118,8 +103,8 @@ def at_opt_out(function: Callable[[], object]) -> None:
 
 def add_notes(error: BaseException) -> None:
     """Note on an exception of the script what instep knows of its cause."""
-    if _current is not None and _current.multi_rank is not None:
-        _current.multi_rank.add_notes(error)
+    if _current is not None:
+        _current.add_notes(error)
 
 
 def reports_failure(
@@ -130,9 +115,7 @@ def reports_failure(
 ) -> bool:
     """Called when the script fails, by an exception or not: waits until that may be reported;
     whether by this rank. Calls `alike` once rank 0 is known to fail in the same way."""
-    if _current is None or _current.multi_rank is None:
-        return True
-    return bool(_current.multi_rank.reports_failure(message, error, alike))
+    return _current is None or _current.reports_failure(message, error, alike)
 
 
 def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:

@@ -51,7 +51,7 @@ def _parse_known_args(
     if action.required:
         session.opt_out(f"it requires {declared[0]}")
     current = session.current()
-    if current is None or current.multi_rank is None:
+    if current is None or current.world.size == 1:
         return original(parser, [f"{declared[0]}={local_rank}", *words], *rest, **kwargs)
     parsed: tuple[argparse.Namespace, list[str]] = original(parser, words, *rest, **kwargs)
     value = parser._get_value(action, str(local_rank))
