@@ -13,8 +13,18 @@ from instep.distributed.identity.accelerators import Accelerator
 from instep.distributed.identity.world import World
 from instep.process import settings
 
-masked: dict[str, str] = {}
+_masked: dict[str, str] = {}
 """The launcher's variables, while they are masked."""
+
+
+def is_masked(name: object) -> bool:
+    """Whether this is a variable of the launcher that the script has not set itself."""
+    return name in _masked and name not in [*os.environ]
+
+
+def launched_environ() -> dict[str, str]:
+    """The environment as it is, with what is masked."""
+    return {**os.environ, **_masked}
 
 
 def mask() -> None:
@@ -23,20 +33,20 @@ def mask() -> None:
     The job's name stays, because `instep run` finds by it what the script leaves behind.
     """
     for name in [*filter(launchers.is_launcher_variable, os.environ)]:
-        masked[name] = os.environ.pop(name)
+        _masked[name] = os.environ.pop(name)
 
 
 def restore() -> None:
     """Restore what is masked, but for the rendezvous socket, which does not exist any more."""
-    masked.pop(launchers.STORE_FD, None)
-    os.environ.update(masked)
-    masked.clear()
+    _masked.pop(launchers.STORE_FD, None)
+    os.environ.update(_masked)
+    _masked.clear()
 
 
 def add_note(error: BaseException, world: World) -> None:
     """Note on a KeyError that only another launcher sets this variable."""
     name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
-    if launchers.is_launcher_variable(name) and name not in {**os.environ, **masked}:
+    if launchers.is_launcher_variable(name) and name not in launched_environ():
         error.add_note(
             f"instep: {world.source} does not set {name}. Start the script with the launcher that "
             "does, or let it read RANK, WORLD_SIZE and LOCAL_RANK."
@@ -45,7 +55,7 @@ def add_note(error: BaseException, world: World) -> None:
 
 def unset_threads() -> None:
     """Let processes that the script starts use all cores, unless the user has set their number."""
-    if launchers.has_chosen_threads({**os.environ, **masked}):
+    if launchers.has_chosen_threads(launched_environ()):
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.pop(name, None)
 

@@ -67,24 +67,19 @@ def opts_out(reason: str) -> Function:
 
 def environ_getitem(original: Function, self: Any, key: str) -> Any:
     """For os.environ[...]: a script that requires RANK was written for a launcher."""
-    if _is_masked(key):
+    if launcher_env.is_masked(key):
         _opt_out(f"it takes {key} for granted")
     return original(self, key)
 
 
 def environ_get(original: Function, self: Any, key: str, default: Any = None) -> Any:
     """For os.environ.get: a script that also runs without a launcher sees none."""
-    return default if _is_masked(key) else original(self, key, default)
+    return default if launcher_env.is_masked(key) else original(self, key, default)
 
 
 def environ_contains(original: Function, self: Any, key: object) -> Any:
     """For `in os.environ`."""
-    return not _is_masked(key) and original(self, key)
-
-
-def _is_masked(name: object) -> bool:
-    """Whether this is a variable of the launcher that the script has not set itself."""
-    return name in launcher_env.masked and name not in [*os.environ]
+    return not launcher_env.is_masked(key) and original(self, key)
 
 
 def instep_getattr(original: Function, name: str) -> Any:

@@ -6,7 +6,6 @@ Everything that the script holds at that point is what a process needs to go on 
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -312,4 +311,4 @@ def _restore_streams(saved: dict[str, Any]) -> None:
 
 def _note(iteration: int, path: Path) -> None:
     """Note for the supervisor what is saved. Its variables are masked from the script."""
-    ResumePoint(iteration, str(path)).note({**os.environ, **launcher_env.masked})
+    ResumePoint(iteration, str(path)).note(launcher_env.launched_environ())

@@ -66,6 +66,8 @@ class PassthroughFiles:
         self.open_directories = OpenDirectories()
         self.followed: dict[str, str] = {}
         """Directories, and where they are after all links."""
+        self.bound_sockets: dict[str, str] = {}
+        """The paths to which the script has bound sockets, by those that the kernel has got."""
 
     def keep(
         self, path: StrOrBytesPath, *, follow: bool = True, never_written_again: bool = False

@@ -11,29 +11,31 @@ from instep.process.patching import Function
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.os_functions import current_files, files_for, path_to_read
 
+_LOCAL_HOSTS = {"", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::", socket.gethostname()}
+_MAX_PATH_BYTES = 107
+"""Of a Unix socket's address."""
+
 
 def socket_bind(original: Function, self: Any, address: Any) -> Any:
     """For bind: a Unix socket in a file of this rank, a server at a port of this rank."""
     if not _is_unix_path(self, address):
         return _bind_port(original, self, address)
 
+    files = files_for(address)
+
     def bind(path: Any) -> Any:
         result = original(self, path)
-        _bound[os.fsdecode(path)] = os.fsdecode(address)
+        files.bound_sockets[os.fsdecode(path)] = os.fsdecode(address)
         return result
 
-    return _call_with_short_path(files_for(address).new_location(address), bind)
-
-
-_bound: dict[str, str] = {}
-"""The addresses that the script has bound, by those that the kernel has got."""
+    return _call_with_short_path(files.new_location(address), bind)
 
 
 def socket_name(original: Function, self: Any) -> Any:
     """For getsockname and getpeername."""
     name = original(self)
     if isinstance(name, str):
-        return _bound.get(name, name)
+        return current_files().bound_sockets.get(name, name)
     return _address_here(self, name, "script-port")
 
 
@@ -80,9 +82,6 @@ def _bind_port(original: Function, self: Any, address: Any) -> Any:
     return result
 
 
-_LOCAL_HOSTS = {"", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::", socket.gethostname()}
-
-
 def _address_here(self: Any, address: Any, kind: str = "port") -> Any:
     """Where the processes of this rank find what the script expects at an address; with the kind
     "script-port" the opposite."""
@@ -118,9 +117,9 @@ def _is_unix_path(self: Any, address: Any) -> bool:
 
 
 def _call_with_short_path(location: Any, function: Function) -> Any:
-    """Shorten the location of a socket, whose path may have 107 bytes only."""
+    """Call `function` with the location of a socket, shortened if it is too long for an address."""
     directory, name = os.path.split(os.fsdecode(location))
-    if len(os.fsencode(location)) < _SOCKET_PATH:
+    if len(os.fsencode(location)) < _MAX_PATH_BYTES:
         return function(location)
     with bypass_overlay():
         fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
@@ -128,6 +127,3 @@ def _call_with_short_path(location: Any, function: Function) -> Any:
         return function(f"/proc/self/fd/{fd}/{name}")
     finally:
         os.close(fd)
-
-
-_SOCKET_PATH = 107
