@@ -17,8 +17,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
-from instep.unedited.objects.library_state import tree_of
 from instep.unedited.objects.script_code import functions_of, is_of_script
+from instep.unedited.objects.syntax_trees import definition_of
 
 _MAX_CONDITIONS = 32
 _LOOKS = 64
@@ -96,16 +96,13 @@ def _next(last: Any, now: Any, first: Any) -> Any:
 
 
 def _conditions_of(function: types.FunctionType, part: nn.Module) -> list[_Condition]:
-    code = function.__code__
-    found: list[_Condition | None] = []
-    for node in ast.walk(tree_of(code.co_filename)) if code.co_argcount else ():
-        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            if first == code.co_firstlineno:
-                tests = filter(None, map(_test_of, ast.walk(node)))
-                texts = dict.fromkeys(map(ast.unparse, tests))
-                found += [_compiled(text, function, part) for text in texts]
-    return [condition for condition in found if condition is not None]
+    node = definition_of(function)
+    if not (isinstance(node, ast.FunctionDef) and function.__code__.co_argcount):
+        return []
+    tests = filter(None, map(_test_of, ast.walk(node)))
+    texts = dict.fromkeys(map(ast.unparse, tests))
+    conditions = (_compiled(text, function, part) for text in texts)
+    return [condition for condition in conditions if condition is not None]
 
 
 def _test_of(node: ast.AST) -> ast.expr | None:

@@ -1,5 +1,5 @@
-"""The values of expressions in the script's code, found without running it: of numbers that
-modules, objects and variables keep, of arithmetic, and of functions that do nothing but compute.
+"""Evaluates expressions of the script's code without running it: numbers that modules, objects and
+variables keep, arithmetic, and functions that do nothing but compute.
 
 The numbers may be those of the next call: see `Values`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import inspect
 import operator
 import types
@@ -22,15 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
-from instep.unedited.objects.library_state import tree_of
 from instep.unedited.objects.referents import default_arguments
 from instep.unedited.objects.script_code import is_of_script
+from instep.unedited.objects.syntax_trees import definition_of
 
-_MAX_DEPTH, _MAX_ROUNDS = 8, 64
+_MAX_DEPTH, _MAX_ITERATIONS = 8, 64
 _BUILTINS = (abs, bool, divmod, float, int, len, max, min, pow, range, round, sum, enumerate, zip)
 _OF_NUMPY = (np.clip, np.interp, np.float32, np.float64, np.minimum, np.maximum)
 _CONVERSIONS = frozenset(["item", "float", "int", "long", "double", "tolist"])
 """Methods of a tensor with one number that leave the number what it is."""
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_TAKES_ANY_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -40,7 +41,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
 Place = tuple[Callable[[Any], Any], Any]
-"""A function and its argument, for which it returns a number that something keeps."""
+"""Where a number is kept: a function and its argument, for which it returns the number."""
 
 
 class NoValueError(Exception):
@@ -48,40 +49,53 @@ class NoValueError(Exception):
 
 
 class Values:
-    """What the script's variables and attributes have as values, now or in the next call."""
+    """The numbers in the script's variables and attributes, by keys of their places.
 
-    def __init__(self, coming: Mapping[Any, Any] | None = None) -> None:
+    Args:
+        coming: those that are to have other values than now, as in the next call.
+    """
+
+    def __init__(self, coming: Mapping[Any, Any]) -> None:
         self.places: dict[Any, Place] = {}
         """Where the numbers are that were read."""
-        self._coming = coming or {}
+        self._coming = coming
 
-    def number(self, key: Any, place: Place) -> Any:
+    def read(self, key: Any, place: Place) -> Any:
         """The number at this place, which has this key."""
         self.places[key] = place
-        return self._coming[key] if key in self._coming else place[0](place[1])
+        get, owner = place
+        return self._coming[key] if key in self._coming else get(owner)
 
 
 class Evaluation:
-    """The variables of a function, as its code sees them."""
+    """Evaluates expressions inside of a function.
+
+    Args:
+        function: that has the expressions.
+        values: of what it reads.
+        own: its arguments and variables, as far as they are known.
+        set_once: the expressions of variables that are assigned in one place only; they are
+            evaluated where the variable is read.
+        depth: of the calls and variables that led here.
+    """
 
     def __init__(
         self,
         function: types.FunctionType,
         values: Values,
         own: dict[str, Any],
-        single: Mapping[str, ast.expr],
+        set_once: Mapping[str, ast.expr],
         depth: int = 0,
     ) -> None:
         self._function, self._values, self._own, self._depth = function, values, own, depth
-        self._single = single
-        """What each variable is set to that is set in one place only, if it may be read."""
+        self._set_once = set_once
 
     def value(self, node: ast.AST) -> Any:
         """The value of an expression. Raises NoValueError, and what the script's values raise."""
-        find = _FINDERS.get(type(node))
-        if find is None:
+        evaluate = _EVALUATORS.get(type(node))
+        if evaluate is None:
             raise NoValueError
-        return find(self, node)
+        return evaluate(self, node)
 
     def _constant(self, node: Any) -> Any:
         return node.value
@@ -90,12 +104,13 @@ class Evaluation:
         name, function = node.id, self._function
         if name in self._own:
             return self._own[name]
-        if name in self._single and self._depth < _MAX_DEPTH:
-            inner = Evaluation(function, self._values, self._own, self._single, self._depth + 1)
-            return inner.value(self._single[name])
+        if name in self._set_once and self._depth < _MAX_DEPTH:
+            inner = Evaluation(function, self._values, self._own, self._set_once, self._depth + 1)
+            return inner.value(self._set_once[name])
         if name in function.__code__.co_freevars:
             cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
-            return self._read(cell.cell_contents, id(cell), (partial(getattr, cell), _CELL))
+            place = partial(getattr, cell), "cell_contents"
+            return self._read(cell.cell_contents, id(cell), place)
         if name in function.__code__.co_varnames or name in function.__code__.co_cellvars:
             raise NoValueError
         space = function.__globals__
@@ -104,14 +119,15 @@ class Evaluation:
         return getattr(builtins, name)
 
     def _read(self, value: Any, key: Any, place: Place) -> Any:
+        """`value`, which is at this place; if it is a number, the one that `values` have there."""
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.dim() or not value.is_cpu:
                 raise NoValueError
             if value.is_floating_point() or value.is_complex():
                 raise NoValueError
-            return self._values.number(id(value), (int, value))
+            return self._values.read(id(value), (int, value))
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        return self._values.number(key, place) if is_number else value
+        return self._values.read(key, place) if is_number else value
 
     def _attribute(self, node: Any) -> Any:
         return self._attribute_of(self.value(node.value), node.attr)
@@ -159,7 +175,7 @@ class Evaluation:
         return _operation(node.op)(left, right)
 
     def _unary(self, node: Any) -> Any:
-        return _operation(node.op)(self._plain(self.value(node.operand)))
+        return _operation(node.op)(_plain(self.value(node.operand)))
 
     def _compare(self, node: Any) -> Any:
         left = self.value(node.left)
@@ -175,34 +191,30 @@ class Evaluation:
     def _bool(self, node: Any) -> Any:
         value = None
         for each in node.values:
-            value = self._plain(self.value(each))
+            value = _plain(self.value(each))
             if bool(value) is isinstance(node.op, ast.Or):
                 break
         return value
 
     def _choice(self, node: Any) -> Any:
-        return self.value(node.body if self._plain(self.value(node.test)) else node.orelse)
-
-    def _plain(self, value: Any) -> Any:
-        if not isinstance(value, (*PLAIN, np.number, list, dict, tuple)):
-            raise NoValueError
-        return value
+        return self.value(node.body if _plain(self.value(node.test)) else node.orelse)
 
     def _comprehension(self, node: Any) -> Any:
         if len(node.generators) > 1:
             raise NoValueError
         loop, found = node.generators[0], []
-        for item in self._rounds(loop.iter):
-            self._set(loop.target, item)
-            if all(self._plain(self.value(test)) for test in loop.ifs):
+        for item in self._items(loop.iter):
+            self._assign(loop.target, item)
+            if all(_plain(self.value(test)) for test in loop.ifs):
                 found.append(self.value(node.elt))
         return found
 
-    def _rounds(self, node: ast.AST) -> list[Any]:
+    def _items(self, node: ast.AST) -> list[Any]:
+        """What a loop over the value of `node` goes through."""
         values = self.value(node)
         if not isinstance(values, list | tuple | range | enumerate | zip):
             raise NoValueError
-        if isinstance(values, list | tuple | range) and len(values) > _MAX_ROUNDS:
+        if isinstance(values, list | tuple | range) and len(values) > _MAX_ITERATIONS:
             raise NoValueError
         return list(values)
 
@@ -212,54 +224,49 @@ class Evaluation:
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, int | float | np.number):
-                return self._of_number(owner, node)
+                return _converted(owner, node)
             function = self._attribute_of(owner, node.func.attr)
         else:
             function = self.value(node.func)
         args = [self.value(each) for each in node.args]
-        named = {each.arg: self.value(each.value) for each in node.keywords}
-        if None in named:
+        kwargs = {each.arg: self.value(each.value) for each in node.keywords}
+        if None in kwargs:
             raise NoValueError
-        return self._result(function, args, named)
+        return self._result(function, args, kwargs)
 
-    def _of_number(self, number: Any, node: Any) -> Any:
-        if node.func.attr not in _CONVERSIONS or node.args:
-            raise NoValueError
-        return number
-
-    def _result(self, function: Any, args: list[Any], named: dict[str, Any]) -> Any:
+    def _result(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What a call returns, if the function does nothing but compute."""
         while isinstance(function, partial | types.MethodType):
             if isinstance(function, types.MethodType):
                 function, args = function.__func__, [function.__self__, *args]
             else:
-                named = {**function.keywords, **named}
+                kwargs = {**function.keywords, **kwargs}
                 function, args = function.func, [*function.args, *args]
         if isinstance(function, types.FunctionType) and is_of_script(function):
-            return self._of_function(function, args, named)
+            return self._result_of_script(function, args, kwargs)
         call = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(call, types.FunctionType) and is_of_script(call):
-            return self._of_function(call, [function, *args], named)
+            return self._result_of_script(call, [function, *args], kwargs)
         if function in (torch.tensor, torch.as_tensor) and len(args) == 1:
-            return self._plain(args[0])
+            return _plain(args[0])
         if not _only_computes(function):
             raise NoValueError
         for each in args:
-            self._plain(each)
-            if function is range and abs(each) > _MAX_ROUNDS:
+            _plain(each)
+            if function is range and abs(each) > _MAX_ITERATIONS:
                 raise NoValueError
-        return function(*args, **named)
+        return function(*args, **kwargs)
 
-    def _of_function(
-        self, function: types.FunctionType, args: list[Any], named: dict[str, Any]
+    def _result_of_script(
+        self, function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
-        node = definition_of(function)
-        if node is None or self._depth >= _MAX_DEPTH or function.__code__.co_flags & 0x2A0:
-            raise NoValueError  # a generator or a coroutine
-        code = function.__code__
-        own = {**dict(default_arguments(function)), **named}
-        if len(args) > code.co_argcount or code.co_flags & 0x0C:
+        """What a call of a function of the script's returns."""
+        node, code = definition_of(function), function.__code__
+        if node is None or self._depth >= _MAX_DEPTH:
             raise NoValueError
+        if code.co_flags & (_RUNS_LATER | _TAKES_ANY_ARGUMENTS) or len(args) > code.co_argcount:
+            raise NoValueError
+        own = {**dict(default_arguments(function)), **kwargs}
         own.update(zip(code.co_varnames, args, strict=False))
         inner = Evaluation(function, self._values, own, {}, self._depth + 1)
         if isinstance(node, ast.Lambda):
@@ -271,38 +278,38 @@ class Evaluation:
         return None
 
     def _run(self, body: list[ast.stmt]) -> None:
+        """Assign its variables as these statements do. Raises _Return where they return."""
         for node in body:
             if isinstance(node, ast.Return):
                 raise _Return(None if node.value is None else self.value(node.value))
             if isinstance(node, ast.If):
-                self._run(node.body if self._plain(self.value(node.test)) else node.orelse)
+                self._run(node.body if _plain(self.value(node.test)) else node.orelse)
             elif isinstance(node, ast.For) and not node.orelse:
-                for item in self._rounds(node.iter):
-                    self._set(node.target, item)
+                for item in self._items(node.iter):
+                    self._assign(node.target, item)
                     self._run(node.body)
             elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-                self._set(node.targets[0], self.value(node.value))
+                self._assign(node.targets[0], self.value(node.value))
             elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                left, right = self._own[node.target.id], self._plain(self.value(node.value))
-                self._own[node.target.id] = _operation(node.op)(self._plain(left), right)
+                left, right = self._own[node.target.id], _plain(self.value(node.value))
+                self._own[node.target.id] = _operation(node.op)(_plain(left), right)
             elif not (
                 isinstance(node, ast.Pass | ast.Assert)
                 or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
             ):
                 raise NoValueError
 
-    def _set(self, target: ast.expr, value: Any) -> None:
+    def _assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
             self._own[target.id] = value
         elif isinstance(target, ast.Tuple) and isinstance(value, list | tuple):
             for each, part in zip(target.elts, value, strict=True):
-                self._set(each, part)
+                self._assign(each, part)
         else:
             raise NoValueError
 
 
-_CELL = "cell_contents"
-_FINDERS: Mapping[type, Callable[[Evaluation, Any], Any]] = {
+_EVALUATORS: Mapping[type, Callable[[Evaluation, Any], Any]] = {
     ast.Constant: Evaluation._constant,
     ast.Name: Evaluation._name,
     ast.Attribute: Evaluation._attribute,
@@ -327,6 +334,21 @@ class _Return(Exception):  # noqa: N818
         self.value = value
 
 
+def _plain(value: Any) -> Any:
+    """`value`, if it is a plain one. Raises NoValueError for others, as tensors and objects are."""
+    if not isinstance(value, (*PLAIN, np.number, list, dict, tuple)):
+        raise NoValueError
+    return value
+
+
+def _converted(number: Any, call: ast.Call) -> Any:
+    """What this method of a tensor with this number returns."""
+    assert isinstance(call.func, ast.Attribute)
+    if call.func.attr not in _CONVERSIONS or call.args:
+        raise NoValueError
+    return number
+
+
 def _operation(node: ast.AST) -> Callable[..., Any]:
     if type(node) not in _OPERATORS:
         raise NoValueError
@@ -338,22 +360,3 @@ def _only_computes(function: Any) -> bool:
     if isinstance(function, np.ufunc) or getattr(function, "__module__", None) == "math":
         return True
     return any(function is each for each in (*_BUILTINS, *_OF_NUMPY))
-
-
-def definition_of(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
-    """A function as its file has it; None if it is not found there, or is not the only one."""
-    code = function.__code__
-    found = _definitions(code.co_filename).get((code.co_name, code.co_firstlineno), [])
-    return found[0] if len(found) == 1 else None
-
-
-@functools.cache
-def _definitions(file: str) -> dict[tuple[str, int], list[Any]]:
-    found: dict[tuple[str, int], list[Any]] = {}
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.Lambda):
-            found.setdefault(("<lambda>", node.lineno), []).append(node)
-        elif isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            found.setdefault((node.name, first), []).append(node)
-    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from instep.unedited.objects.referents import is_empty_cell
 from instep.unedited.objects.script_code import is_of_script, named_modules, names_in, script_files
+from instep.unedited.objects.syntax_trees import tree_of
 
 _NAMESPACES = ("__dict__", "__globals__")
 _IMMUTABLE = 1 << 8
@@ -127,15 +127,6 @@ def _replaced_in(file: str) -> frozenset[str]:
             in_loop = is_repeated or isinstance(node, ast.For | ast.While)
             waiting += [(child, in_loop) for child in ast.iter_child_nodes(node)]
     return frozenset(found)
-
-
-@functools.cache
-def tree_of(file: str) -> ast.Module:
-    """What is in a file of the script's; nothing if it cannot be read any more."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # the file is another one by now
-        return ast.Module([], [])
 
 
 def _pair_of(node: ast.AST) -> tuple[str, str] | None:

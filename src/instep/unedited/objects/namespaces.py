@@ -33,14 +33,15 @@ class Table:
 
     __slots__ = ("get", "key", "length", "names", "values", "where")
 
-    def __init__(self, path: str, where: Any, names: list[str], length: bool) -> None:
+    def __init__(self, path: str, where: Any, names: list[str], *, is_sized: bool = False) -> None:
+        """`is_sized`: whether more or fewer values count as a change."""
         self.key, self.where, self.names = (path, 0), where, tuple(names)
         is_mapping = isinstance(where, dict | types.MappingProxyType)
         getter = itemgetter if is_mapping else attrgetter
         self.get: Callable[[Any], tuple[Any, ...]] = getter(*names, names[0])
         if isinstance(where, ContextVar):
             self.get = _value_of
-        self.length = len(where) if length else -1
+        self.length = len(where) if is_sized else -1
         self.values = self.get(where)
 
     def is_resized(self) -> bool:
@@ -59,7 +60,8 @@ def changed_tables(tables: Iterable[Table]) -> list[Table]:
 
 
 class Items:
-    """Which objects a list has, or a set of plain values; of others, or of many, how many."""
+    """Which objects are in a list, or which values in a set of plain ones; of other containers, and
+    of long ones, only how many."""
 
     __slots__ = ("items", "key", "length", "where")
 
@@ -68,7 +70,7 @@ class Items:
         self.update()
 
     def update(self) -> None:
-        """Take what it has now."""
+        """Note what is in it now."""
         self.length = len(self.where)
         self.items: tuple[Any, ...] | frozenset[Any] = ()
         if self.length <= MAX_ITEMS and isinstance(self.where, list | deque):
@@ -109,9 +111,9 @@ def table_of(node: GraphNode) -> Table | None:
     """What is looked at of a node; None if nothing is."""
     value = node.value
     if isinstance(value, types.CellType):
-        return Table(node.path, value, ["cell_contents"], False) if node.contents else None
+        return Table(node.path, value, ["cell_contents"]) if node.contents else None
     if isinstance(value, ContextVar):
-        return Table(node.path, value, ["value"], False)
+        return Table(node.path, value, ["value"])
     if not isinstance(node.contents, dict):
         return None
     is_dict = isinstance(value, dict)
@@ -128,9 +130,9 @@ def table_of(node: GraphNode) -> Table | None:
     if not names or (is_dict and not node.names and dict.__len__(value) > MAX_NAMES):
         return None
     if has_slots:
-        return Table(node.path, value, names, False)
+        return Table(node.path, value, names)
     is_sized = not (isinstance(value, type) or (is_dict and is_of_library(value)))
-    return Table(node.path, where, names, is_sized)
+    return Table(node.path, where, names, is_sized=is_sized)
 
 
 def table_of_class(cls: type) -> Table | None:
@@ -140,7 +142,7 @@ def table_of_class(cls: type) -> Table | None:
         for name, value in vars(cls).items()
         if not name.startswith("__") and isinstance(value, (*PLAIN, types.FunctionType))
     ]
-    return Table(cls.__name__, vars(cls), names, False) if names else None
+    return Table(cls.__name__, vars(cls), names) if names else None
 
 
 def _is_looked_at(value: Any) -> bool:

@@ -17,30 +17,33 @@ from weakref import ref
 import numpy as np
 from torch import nn
 
-from instep.unedited.objects.evaluation import Evaluation, Place, Values, definition_of
+from instep.unedited.objects.evaluation import Evaluation, Place, Values
 from instep.unedited.objects.script_code import functions_of, is_of_script
+from instep.unedited.objects.syntax_trees import definition_of
 
 _MAX_EXPRESSIONS = 32
 _MAX_SIZES = 256
 _AGREED_CHANGES = 8
-"""So many changes of each the ranks compare, as it may come from a clock."""
-_INSIDE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+"""The ranks compare the first changes of each expression, up to so many: a value may come from a
+clock."""
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _NUMBERS = (bool, int, float, np.number)
 
 
 class NumberChanges:
-    """The values that a number has had: which signs, and which powers of two."""
+    """The values that a number has had, by their signs and powers of two."""
 
     __slots__ = ("changes", "last", "sizes")
 
     def __init__(self) -> None:
         self.last: Any = None
+        """Its last value, or that with the one in the next call."""
         self.changes = 0
         self.sizes: set[Any] = set()
 
     def has_new_size(self, value: Any) -> bool:
-        """Whether it was never about as large as this, or had the other sign: what has a small part
-        in the outputs may be too small to be seen, until it is twice as large."""
+        """Whether it had no value of this sign and power of two yet: what adds little to the
+        outputs may be too small to be seen, until it is twice as large."""
         size = _size_of(value)
         if size in self.sizes or len(self.sizes) >= _MAX_SIZES:
             return False
@@ -49,7 +52,7 @@ class NumberChanges:
 
 
 class NumberExpressions:
-    """Those in the methods of some objects, and in these functions."""
+    """The expressions in the methods of some objects, and in some functions."""
 
     def __init__(self, objects: Iterable[Any], functions: Iterable[types.FunctionType]) -> None:
         self._expressions: list[_Expression] = []
@@ -61,18 +64,20 @@ class NumberExpressions:
         self.places: dict[Any, Place] = {}
         """Where the numbers are from which they are computed."""
         self._numbers: dict[Any, Any] = {}
+        """These, as they were at the last look."""
         self._expected: dict[Any, Any] = {}
-        """What was to come after the last look."""
+        """These, as they are to be at the next look if they go on as they did."""
         self._note_places()
 
     def changes(
         self, known: dict[str, NumberChanges], is_stable: Callable[[int], bool]
     ) -> Iterator[tuple[str, Any, bool]]:
-        """Those that are others than at the last look, or are about to be, each with its value and
-        whether this calls for a comparison.
+        """The expressions whose value has changed since the last look, or is about to, each with
+        its value now and in the next call, and whether this calls for a comparison.
 
-        known: their values so far, by their texts. `is_stable`: whether a number that has changed
-        so often stays for long.
+        Args:
+            known: their values so far, by their texts.
+            is_stable: whether a number that has changed so often stays for long.
         """
         before = self._numbers
         numbers, coming = {}, {}
@@ -88,11 +93,11 @@ class NumberExpressions:
         self._numbers = numbers
         if before and not coming:
             return
-        was_right = numbers == self._expected
+        is_expected = numbers == self._expected
         self._expected = {**numbers, **coming}
         for each in self._expressions:
             if not before or not coming.keys().isdisjoint(each.places):
-                yield from each.changes(coming, known, is_stable, was_right)
+                yield from each.changes(coming, known, is_stable, is_expected=is_expected)
         if any(not each.places.keys() <= self.places.keys() for each in self._expressions):
             self._note_places()
 
@@ -112,42 +117,48 @@ class _Expression:
         function: types.FunctionType,
         node: ast.expr,
         owner: Any,
-        single: Mapping[str, ast.expr],
+        set_once: Mapping[str, ast.expr],
     ) -> None:
-        self._function, self._node, self._single = function, node, single
+        self._function, self._node, self._set_once = function, node, set_once
         self._owner = ref(owner) if isinstance(owner, nn.Module) else (lambda: owner)
         self._has_owner = owner is not None
         self._text = f"{function.__qualname__}: {ast.unparse(node)}"
         self.places: dict[Any, Place] = {}
         self._coming: Any = None
+        """Its value in the next call, as it seemed at the last look."""
 
-    def value(self, coming: Mapping[Any, Any] | None = None) -> Any:
-        """Raises NoValueError, and what the script's values raise."""
+    def number(self, coming: Mapping[Any, Any]) -> Any:
+        """Its value, if it can be found and is a number; None otherwise.
+
+        coming: the numbers that are to have other values than now.
+        """
         values, own = Values(coming), {}
         if self._has_owner:
             own[self._function.__code__.co_varnames[0]] = self._owner()
-        scope = Evaluation(self._function, values, own, self._single)
-        value = scope.value(self._node)
+        scope = Evaluation(self._function, values, own, self._set_once)
+        try:
+            value = scope.value(self._node)
+        except Exception:  # the script's: no such entry, a division by zero
+            return None
         self.places |= values.places
-        return value
+        return value if isinstance(value, _NUMBERS) else None
 
     def changes(
         self,
         coming: Mapping[Any, Any],
         known: dict[str, NumberChanges],
         is_stable: Callable[[int], bool],
-        was_right: bool,
+        *,
+        is_expected: bool,
     ) -> Iterator[tuple[str, Any, bool]]:
-        """See `NumberExpressions.changes`. `was_right`: whether its numbers are those that were to
-        come."""
-        found = [self._coming] if was_right else []
-        for numbers in (None, coming)[len(found) :]:
-            try:
-                value = self.value(numbers)
-            except Exception:  # the script's: no such entry, a division by zero
-                value = None
-            found.append(value if isinstance(value, _NUMBERS) else None)
-        self._coming = found[1]
+        """As `NumberExpressions.changes`.
+
+        coming: as of `number`. `is_expected`: what it is computed from is as it seemed at the last
+        look.
+        """
+        now = self._coming if is_expected else self.number({})
+        self._coming = self.number(coming)
+        found = [now, self._coming]
         history = known.get(self._text)
         if history is None:
             history = known[self._text] = NumberChanges()
@@ -182,22 +193,18 @@ def _with_owners(
 def _expressions_of(
     function: types.FunctionType, node: ast.FunctionDef | ast.Lambda, owner: Any
 ) -> list[_Expression]:
-    """Of each the largest: not those in others."""
+    """The largest expressions in a function, not those inside of them."""
     body = [node.body] if isinstance(node, ast.Lambda) else node.body
-    single = _variables_set_once(function, body)
+    set_once = _variables_set_once(function, body)
     found: list[_Expression] = []
     waiting: list[ast.AST] = list(reversed(body))
     while waiting:
         part = waiting.pop()
-        if isinstance(part, _INSIDE):
+        if isinstance(part, _SCOPES):
             continue
         if isinstance(part, ast.expr) and _is_computed(part):
-            expression = _Expression(function, part, owner, single)
-            try:
-                value = expression.value()
-            except Exception:  # of an expression that the forward may never come to
-                value = None
-            if isinstance(value, _NUMBERS):
+            expression = _Expression(function, part, owner, set_once)
+            if expression.number({}) is not None:
                 if expression.places:
                     found.append(expression)
                 continue
@@ -221,6 +228,7 @@ def _is_computed(node: ast.AST) -> bool:
 
 
 def _variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[str, ast.expr]:
+    """What each variable is set to that is assigned in one place only."""
     parts = [part for each in body for part in ast.walk(each)]
     stored = [x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
     code = function.__code__
@@ -237,6 +245,7 @@ def _variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[s
 
 
 def _size_of(value: Any) -> Any:
+    """The sign and the power of two of a number; a text for what has none."""
     if value is None or isinstance(value, complex) or not math.isfinite(value):
         return repr(value)
     return value < 0, math.frexp(value)[1] if value else None

@@ -172,21 +172,11 @@ class AttributeChanges:
         module = cast(nn.Module, self._module())
         modules = dict(module.named_modules())
         graph = ObjectGraph(modules)
-        tables = [table for node in graph.nodes.values() if (table := table_of(node))]
         # In an order that is the same on all ranks: a set's depends on addresses.
         bases = dict.fromkeys(base for each in modules.values() for base in type(each).__mro__)
         classes = [base for base in bases if is_of_script(base)]
-        others = [cls for cls in classes if id(cls) not in graph.nodes]
-        of_classes = [table for cls in others if (table := table_of_class(cls))]
-        self._tables = tables[: MAX_TABLES + len(modules)] + of_classes
-        self._items = [
-            Items(node.path, node.value)
-            for node in graph.nodes.values()
-            if isinstance(node.value, list | deque | set | dict)
-            and not (isinstance(node.value, dict) and node.contents)
-            and node.path.rpartition(".")[2] not in HOOK_TABLES
-        ][:MAX_TABLES]
-        self._items += [Items(cls.__name__, vars(cls)) for cls in classes]
+        self._tables = _tables_in(graph, classes, MAX_TABLES + len(modules))
+        self._items = _items_in(graph, classes)
         named = chain.from_iterable(module._buffers.items() for module in modules.values())
         buffers = (x for name, x in named if name != "num_batches_tracked")
         self._counters = Counters(chain((x for x, _, _ in graph.tensors.values()), buffers))
@@ -196,11 +186,6 @@ class AttributeChanges:
         self._code = CodeChanges(graph.functions, self._classes)
         objects = (node.value for node in graph.nodes.values())
         self._expressions = NumberExpressions(objects, graph.functions)
-        count: Counter[str] = Counter()
-        for table in self._tables:
-            path = table.key[0]
-            table.key = path, count[path]
-            count[path] += 1
         before = self._known
         self._known = {
             (*table.key, name): value
@@ -233,6 +218,32 @@ class AttributeChanges:
         if is_number:
             is_due |= self._numbers.setdefault(key, NumberChanges()).has_new_size(value)
         self.due += is_due
+
+
+def _tables_in(graph: ObjectGraph, classes: Iterable[type], most: int) -> list[Table]:
+    """The tables of a graph, at most so many, and of classes that are not in it. Each has a key of
+    its own."""
+    tables = [table for node in graph.nodes.values() if (table := table_of(node))]
+    others = [cls for cls in classes if id(cls) not in graph.nodes]
+    tables = tables[:most] + [table for cls in others if (table := table_of_class(cls))]
+    count: Counter[str] = Counter()
+    for table in tables:
+        path = table.key[0]
+        table.key = path, count[path]
+        count[path] += 1
+    return tables
+
+
+def _items_in(graph: ObjectGraph, classes: Iterable[type]) -> list[Items]:
+    """The lists, sets and empty dicts of a graph, at most MAX_TABLES, and the names in classes."""
+    found = [
+        Items(node.path, node.value)
+        for node in graph.nodes.values()
+        if isinstance(node.value, list | deque | set | dict)
+        and not (isinstance(node.value, dict) and node.contents)
+        and node.path.rpartition(".")[2] not in HOOK_TABLES
+    ]
+    return found[:MAX_TABLES] + [Items(cls.__name__, vars(cls)) for cls in classes]
 
 
 _known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
