@@ -10,13 +10,11 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -27,20 +25,25 @@ import torch.distributed as dist
 from instep.distributed.conditions import note_condition
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity.authentication import derive_key
-from instep.distributed.identity.launchers import FAILURE_FILE, JOB, launcher_process
+from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog.call_stack import (
     format_main_thread_stack,
     main_thread_line,
     main_thread_wait,
 )
-from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.distributed.watchdog.stalls import python_stacks
 from instep.distributed.watchdog.torch_trace import traced_steps
-from instep.process import isolated_command, pending_writes, settings, write_text
+from instep.distributed.watchdog.watcher_process import (
+    open_inherited,
+    open_position_file,
+    start_process,
+)
+from instep.process import pending_writes, settings, write_text
 from instep.process.failure import Failure
-from instep.process.last_position import LastPosition, enable_faulthandler, write_position
+from instep.process.last_position import write_position
 from instep.process.tracebacks import (
     awaited_rank,
     is_caused_by_another_rank,
@@ -194,9 +197,9 @@ class WatcherClient:
         """Whether it may be this rank's."""
         self._headline = ""
         """Of this rank's failure, if it is the first."""
-        self._seen = _seen_file()
-        passed = self._open_for_watcher(hub.get("listener"))
-        self._watcher, self._connection = _start_process(passed.values())
+        self._seen = open_position_file()
+        passed = open_inherited(self._pid, self._seen, hub.get("listener"))
+        self._watcher, self._connection = start_process(passed.values())
         self.send = self._connection.send
         self.send(
             "start",
@@ -221,22 +224,6 @@ class WatcherClient:
             sys.excepthook = self._excepthook
             if parent_process() is not None:
                 Finalize(None, self._child_ends, exitpriority=PRIORITY)
-
-    def _open_for_watcher(self, listener: object) -> dict[str, int]:
-        """Descriptors that the watcher inherits, by their names in its first message."""
-        opened = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
-        opened["record"] = os.dup(recorder.file_descriptor())
-        stacks = python_stacks.stack_file()
-        if stacks is not None:
-            opened["stacks"] = os.dup(stacks)
-        if JOB not in os.environ:
-            opened["crash"] = os.dup(_crash_file())
-            with suppress(ProcessLookupError):
-                if (launcher := _launcher_process()) is not None:
-                    opened["launcher"] = os.pidfd_open(launcher)
-        if isinstance(listener, socket.socket):
-            opened["listener"] = listener.detach()
-        return opened
 
     def detach(self) -> None:
         """End this watcher: the rank is about to join a job anew."""
@@ -357,44 +344,3 @@ class WatcherClient:
         if parent_process() is not None and awaited_rank is None:
             time.sleep(PARENT_SECONDS)
         _exit_now(code)
-
-
-def _start_process(passed: Collection[int]) -> tuple[int, Connection]:
-    """The id of a new watcher, and the connection to it. Only the watcher has the descriptors that
-    are passed to it then."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        watcher = subprocess.Popen(
-            isolated_command("instep.distributed.watchdog.watcher", str(theirs.fileno())),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *passed),
-            cwd="/",
-            start_new_session=True,
-        )
-    watcher.returncode = 0  # it outlives this rank, of which Popen would warn
-    for fd in passed:
-        os.close(fd)
-    return watcher.pid, Connection(ours)
-
-
-def _launcher_process() -> int | None:
-    """The process without which this rank is not to go on, where that is known."""
-    parent = parent_process()
-    return launcher_process() or (None if parent is None else parent.pid)
-
-
-@cache
-def _crash_file() -> int:
-    """The file for Python's report of a fatal signal, which the watcher reads."""
-    fd = os.memfd_create("crash")
-    enable_faulthandler(fd)
-    return fd
-
-
-def _seen_file() -> int:
-    """The file for this rank's line: for `instep run`, or for the watcher alone."""
-    path = os.environ.get(FAILURE_FILE)
-    if path is None:
-        return os.memfd_create("seen")
-    return os.open(LastPosition(path).line_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -74,7 +74,7 @@ class WatchedProcess:
         self._loop.call_later(seconds, self._kill)
 
     def confirm_exit(self, *, is_writing: bool) -> None:
-        """It has confirmed that it exits, once it has finished a file if it `is_writing`."""
+        """Note that the rank has confirmed that it exits; if it `is_writing`, after its file."""
         self._exits, self._is_writing = True, is_writing
 
     def _kill(self) -> None:
@@ -145,8 +145,8 @@ class Watcher:
                 self._report_failure(
                     message["code"],
                     text,
-                    message.get("is_consequence", False),
-                    message.get("awaited_rank"),
+                    is_consequence=message.get("is_consequence", False),
+                    awaited_rank=message.get("awaited_rank"),
                 )
             elif message_type == "alone":
                 self._stalls.set_single_rank()
@@ -171,6 +171,7 @@ class Watcher:
         self,
         code: int,
         description: str,
+        *,
         is_consequence: bool = False,
         awaited_rank: int | None = None,
     ) -> None:
@@ -250,37 +251,39 @@ class Watcher:
             if self._ended:
                 self._print_failure()
         for message in messages or ():
-            message_type = message.pop("type")
-            if message_type == "ended":
-                ended = ranks_of(message["ranks"])
-                self._checks.add_ended_ranks(ended)
-                self._stalls.others_ended(ended)
-                if 0 in ended:
-                    self._rank_connection.send("rank_0_ended")
-            elif message_type == "failed":
-                self._job_failed(message)
-            elif message_type == "exit":
-                self._let_rank_exit()
-            elif message_type == "describe":
-                self._stalls.describe(**message)
-            elif message_type == "answer":
-                self._stalls.handle_reply(message)
-            elif message_type == "rank_0_waits":
-                self._rank_connection.send("rank_0_waits")
-            elif message_type == "check_often":
-                self._checks.shorten_interval()
-            elif message_type == "abort":
-                self._abort(message["text"])
-            elif message_type == "get_collectives":
-                self._hub.send("collectives", steps=recorded_steps(read(self._record_file)))
-                if not self._finished:
-                    self._rank_connection.send("get_collectives", **message)
-            elif message_type == "over":
-                if self._failure is not None:
-                    self._failure["headline"] = message["headline"]
-                self._print_failure()
-            elif message_type in SIGNALS_TO_RANK:
-                self._rank_connection.send(message_type, **message)
+            self._handle_from_hub(message.pop("type"), message)
+
+    def _handle_from_hub(self, message_type: str, message: Message) -> None:
+        if message_type == "ended":
+            ended = ranks_of(message["ranks"])
+            self._checks.add_ended_ranks(ended)
+            self._stalls.others_ended(ended)
+            if 0 in ended:
+                self._rank_connection.send("rank_0_ended")
+        elif message_type == "failed":
+            self._job_failed(message)
+        elif message_type == "exit":
+            self._let_rank_exit()
+        elif message_type == "describe":
+            self._stalls.describe(**message)
+        elif message_type == "answer":
+            self._stalls.handle_reply(message)
+        elif message_type == "rank_0_waits":
+            self._rank_connection.send("rank_0_waits")
+        elif message_type == "check_often":
+            self._checks.shorten_interval()
+        elif message_type == "abort":
+            self._abort(message["text"])
+        elif message_type == "get_collectives":
+            self._hub.send("collectives", steps=recorded_steps(read(self._record_file)))
+            if not self._finished:
+                self._rank_connection.send("get_collectives", **message)
+        elif message_type == "over":
+            if self._failure is not None:
+                self._failure["headline"] = message["headline"]
+            self._print_failure()
+        elif message_type in SIGNALS_TO_RANK:
+            self._rank_connection.send(message_type, **message)
 
     def _job_failed(self, first: Message) -> None:
         self._failure = first
@@ -309,7 +312,12 @@ class Watcher:
         if self._abort_fields is not None:
             return False
         self._abort_fields = {"text": text, "awaited_rank": awaited_rank}
-        self._report_failure(1, description or "waits in vain", not description, awaited_rank)
+        self._report_failure(
+            1,
+            description or "waits in vain",
+            is_consequence=not description,
+            awaited_rank=awaited_rank,
+        )
         return True
 
 
