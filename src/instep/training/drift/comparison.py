@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -59,13 +59,25 @@ def is_compared_step(step: int, every: int) -> bool:
     return step % every == 0 or (step < every and step.bit_count() == 1)
 
 
+Kind = Literal["parameter", "buffer", "other", "own"]
+"""Of a tensor that is compared. The last two: an optimizer's parameter that is in no replica, and
+one that each rank may have for itself."""
+
+
 class _Compared(NamedTuple):
     """A tensor that is compared between the ranks."""
 
     tensor: Tensor
-    kind: Literal["parameter", "buffer", "other", "own"]
-    """The last two: an optimizer's parameter that is in no replica, and one that each rank may
-    have for itself."""
+    kind: Kind
+
+
+class _TensorSummary(NamedTuple):
+    """What a rank says of a tensor when the checksums differ."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+    kind: Kind
 
 
 _check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
@@ -271,43 +283,51 @@ class DriftCheck:
         requests: int,
     ) -> None:
         """Find what differs first. Collective. Raises DriftError unless all of it is harmless."""
-        rows = {
-            name: (tuple(each.tensor.shape), str(each.tensor.dtype), total, each.kind)
+        summaries = {
+            name: _TensorSummary(tuple(each.tensor.shape), str(each.tensor.dtype), total, each.kind)
             for (name, each), total in zip(tensors.items(), sums, strict=True)
         }
-        requests_of = self._transport.all_gather_object(requests)
-        of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
-        of_ranks = self._transport.all_gather_object((rows, dict(texts)))
-        since = (max(self._same_at, 1), self.step)
-        if len({*requests_of}) > 1:
-            raise DriftError.of_batches(group_ranks(requests_of), since)
+        requests_by_rank = self._transport.all_gather_object(requests)
+        by_rank: list[tuple[dict[str, _TensorSummary], dict[str, str]]]
+        by_rank = self._transport.all_gather_object((summaries, dict(texts)))
+        if len({*requests_by_rank}) > 1:
+            raise DriftError.of_batches(group_ranks(requests_by_rank), self._since())
         model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
-            values = [options.get(name) for _, options in of_ranks]
+            values = [options.get(name) for _, options in by_rank]
             if None not in values and len({*values}) > 1:
-                raise DriftError.of_option(name, group_ranks(values), since)
+                raise DriftError.of_option(name, group_ranks(values), self._since())
+        self._raise_difference_of_tensors(tensors, [of_rank for of_rank, _ in by_rank], model)
+
+    def _raise_difference_of_tensors(
+        self,
+        tensors: Mapping[str, _Compared],
+        by_rank: Sequence[dict[str, _TensorSummary]],
+        model: str,
+    ) -> None:
+        """As `_raise_difference`, of tensors: this rank's, and what each rank says of its own."""
         found, rounded = [], []
-        for name in dict.fromkeys(name for named, _ in of_ranks for name in named):
-            ways = [named.get(name) for named, _ in of_ranks]
-            if len({*ways}) == 1:
+        for name in dict.fromkeys(chain.from_iterable(by_rank)):
+            summaries = [of_rank.get(name) for of_rank in by_rank]
+            if len({*summaries}) == 1:
                 continue
-            if len({way and way[:2] for way in ways}) > 1:
-                if {"other", "own"} & {way[3] for way in ways if way}:  # its own, on purpose
-                    continue
-                shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
-                raise DriftError.of_option(name + model, group_ranks(shapes), since)
-            largest, difference = measure_difference(tensors[name].tensor, self._transport)
+            if len({each and each[:2] for each in summaries}) > 1:
+                if {"other", "own"} & {each.kind for each in summaries if each}:
+                    continue  # its own, on purpose
+                kinds = [f"{x.dtype} {list(x.shape)}" if x else "missing" for x in summaries]
+                raise DriftError.of_option(name + model, group_ranks(kinds), self._since())
+            compared = tensors[name]
+            largest, difference = measure_difference(compared.tensor, self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
-            kind, dtype = tensors[name].kind, tensors[name].tensor.dtype
-            described = name + model, group_ranks(ways), since, difference
+            described = name + model, group_ranks(summaries), self._since(), difference
             error = DriftError.of_tensor(*described, 0)
-            if kind == "own":
+            if compared.kind == "own":
                 trained = "Each rank has trained it on its own rows."
                 self._warn_once("own", f"{error} {trained} {_GOES_ON}")
-            elif is_rounding(dtype, largest, difference):
+            elif is_rounding(compared.tensor.dtype, largest, difference):
                 rounded.append(described)
-            elif kind == "buffer" and self._buffers == "warn":
+            elif compared.kind == "buffer" and self._buffers == "warn":
                 self._warn_once(name, f"{error} {_GOES_ON}")
             else:
                 found.append(described)
@@ -316,6 +336,10 @@ class DriftCheck:
         if rounded:
             error = DriftError.of_tensor(*rounded[0], len(rounded) - 1, is_rounding=True)
             self._warn_once("rounded", f"{error} {_GOES_ON}")
+
+    def _since(self) -> tuple[int, int]:
+        """The last step after which all was the same, and this one."""
+        return max(self._same_at, 1), self.step
 
     def _warn_once(self, kind: str, text: str) -> None:
         """Warn, once of each kind."""

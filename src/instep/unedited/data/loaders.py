@@ -115,12 +115,12 @@ def _can_load_rows(loader: DataLoader[Any]) -> bool:
         return False
     if _loads_batches(loader.dataset) or is_deterministic(loader.dataset):
         return False
-    return not _has_generator(loader)
+    return not _look_for_generator(loader)
 
 
 def _may_share(loader: DataLoader[Any]) -> bool:
-    whole = str(settings.LOAD) == "whole" or is_rank_local()
-    return not (whole or isinstance(loader, ShardedLoader))
+    is_whole = str(settings.LOAD) == "whole"
+    return not (is_whole or is_rank_local() or isinstance(loader, ShardedLoader))
 
 
 def _batches_of_workers(original: Function, loader: DataLoader[Any]) -> Any:
@@ -174,9 +174,12 @@ def _loads_batches(dataset: object) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _has_generator(loader: DataLoader[Any]) -> bool:
-    """Whether the data set holds one; looked for in the passes 1, 2, 4, 8 and so on. Collective:
-    where there is much to be looked at, ranks may find it in different places, or not at all."""
+def _look_for_generator(loader: DataLoader[Any]) -> bool:
+    """Begin a pass; returns whether the data set holds a random generator, and warns if it does.
+
+    In the passes 1, 2, 4, 8 and so on it is looked for. Collective: where there is much to be
+    looked at, ranks may find it in different places, or not at all.
+    """
     known = known_dataset(loader)
     known.passes += 1
     if known.passes.bit_count() == 1:

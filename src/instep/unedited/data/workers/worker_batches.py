@@ -132,7 +132,7 @@ class WorkerBatchIterator:
         if not self._is_divided:
             own = self._load()
             is_compared = self._count.bit_count() == 1 and transport.size > 1
-            if not (is_compared and self._must_divide(own, channel)):
+            if not (is_compared and self._agree_to_divide(own, channel)):
                 return own.batch if isinstance(own, WorkerBatch) else own
             self._ahead = own
         batch = self._next_of_workers(channel)
@@ -156,28 +156,38 @@ class WorkerBatchIterator:
         self._waited += (perf_counter() - start) * loaded.without_core
         return loaded
 
-    def _must_divide(self, own: WorkerBatch | Exception, channel: ExchangeTransport) -> bool:
-        """Whether the ranks have loaded different batches, or wait for them longer than they would
-        for those of each other, since they have more workers than cores. Collective."""
+    def _agree_to_divide(self, own: WorkerBatch | Exception, channel: ExchangeTransport) -> bool:
+        """Let each worker load on one rank from now on, if the ranks have loaded different batches,
+        or wait for them longer than they would for those of each other, since they have more
+        workers than cores. Returns whether that is so. Collective."""
         batches_waited = max(1, self._count // 2)
         seen = channel.all_gather_object(_describe(own, self._waited / batches_waited))
         self._waited = 0.0
         checksums = [each.checksum for each in seen]
-        loading = self._loading
         differs = None not in checksums and len({*checksums}) > 1
-        loading.effect = loading.effect or next((s.effect for s in seen if s.effect), "")
-        saved = max(each.waited for each in seen)
-        pays = (
+        effect = next((each.effect for each in seen if each.effect), "")
+        self._loading.effect = self._loading.effect or effect
+        if not (differs or self._would_gain(seen)):
+            return False
+        self._divide(seen, differs=differs)
+        return True
+
+    def _would_gain(self, seen: list[_LoadedBatch]) -> bool:
+        """Whether the ranks wait longer for batches than sending them would take, and may send
+        them."""
+        return (
             self._count >= _FIRST_MEASURED
             and seen[0].worker is not None
-            and None not in checksums
-            and not loading.effect
-            and is_sending_faster(saved, seen[0].nbytes)
+            and all(each.checksum is not None for each in seen)
+            and not self._loading.effect
+            and is_sending_faster(max(each.waited for each in seen), seen[0].nbytes)
         )
-        if not (differs or pays):
-            return False
-        self._is_divided = loading.is_divided = True
-        loading.differs |= differs
+
+    def _divide(self, seen: list[_LoadedBatch], *, differs: bool) -> None:
+        """Begin with the worker whose batch the ranks have loaded. `differs`: they have loaded
+        different ones."""
+        self._is_divided = self._loading.is_divided = True
+        self._loading.differs |= differs
         if self._division is not None:
             self._division.set(is_on=True)
         if differs:
@@ -187,7 +197,6 @@ class WorkerBatchIterator:
             )
         found = (each.worker for each in seen if each.worker is not None)
         self._next_worker = next(found, 0)
-        return True
 
     def _next_of_workers(self, channel: ExchangeTransport) -> Any:
         """The next batch, of which one rank sends the others a copy, or what was raised in place of

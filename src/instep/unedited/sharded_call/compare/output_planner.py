@@ -55,7 +55,7 @@ class OutputPlanner:
         ShardedCallError."""
         whole, local = self._reference.outputs[k], parts[0]
         if isinstance(whole, Tensor) and isinstance(local, Tensor):
-            return self._plan_tensor(parts, k, in_cache)
+            return self._plan_tensor(parts, k, in_cache=in_cache)
         if isinstance(whole, Unset) and isinstance(local, Unset) and self._known:
             return self._known[k]
         if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, self._region):
@@ -64,7 +64,7 @@ class OutputPlanner:
             raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
         return OutputPlan("replicate")
 
-    def _plan_tensor(self, parts: Sequence[Tensor], k: int, in_cache: bool) -> OutputPlan:
+    def _plan_tensor(self, parts: Sequence[Tensor], k: int, *, in_cache: bool) -> OutputPlan:
         """As `plan_output`, where the whole forward and this rank's return tensors."""
         whole, local = self._reference.outputs[k], parts[0]
         if is_subclass(whole) and not has_attributes_of(whole, local):
