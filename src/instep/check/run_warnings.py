@@ -33,7 +33,7 @@ class RunWarning:
 
     @property
     def severity(self) -> str:
-        """As rules have it."""
+        """Its severity, as that of a rule."""
         return "warning"
 
     @property

@@ -110,7 +110,7 @@ class Script:
 
     @cached_property
     def _members(self) -> list[tuple[str, str, str]]:
-        """Of each `from … import`: the local name, the imported one, and the full one."""
+        """What `from … import` binds: the local name, the imported one, and the full one."""
         found = []
         for source in self.all(ast.ImportFrom):
             origin = "." * source.level + (source.module or "")

@@ -1,23 +1,24 @@
-"""All rules, by code. The first digit is the theme; each theme is one file."""
+"""All rules, by code. The first digit is the theme."""
 
 from __future__ import annotations
 
 from instep.check.finding import Rule
 from instep.check.rules import (
+    amp,
     checkpoints,
     counting,
     data,
+    ddp,
     devices,
     evaluation,
-    hangs,
     launch,
     optimisation,
     seeds,
-    steps,
     two_lines,
     widths,
     writing,
 )
+from instep.check.rules.hangs import collectives, step_counts, steps
 
 THEMES = {
     "INS1": "Ranks that wait for each other",
@@ -29,8 +30,8 @@ THEMES = {
 }
 
 _MODULES = (
-    hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
-    checkpoints, widths, two_lines,
+    collectives, step_counts, steps, counting, evaluation, data, ddp, seeds, optimisation, amp,
+    devices, launch, writing, checkpoints, widths, two_lines,
 )  # fmt: skip
 _FOUND = (
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule)

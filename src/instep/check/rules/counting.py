@@ -308,7 +308,7 @@ def _length_of_whole(info: ScriptInfo, node: ast.expr, loader: ast.expr) -> ast.
 
 
 def divisions(info: ScriptInfo) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
-    """Of each division: what is divided, by what, and where."""
+    """The dividend, the divisor and the place of each division."""
     for binary in info.script.all(ast.BinOp):
         if isinstance(binary.op, ast.Div):
             yield binary.left, binary.right, binary

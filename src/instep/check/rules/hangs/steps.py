@@ -1,4 +1,4 @@
-"""INS104, INS105, INS107 to INS109: slow or confused steps, and steps of some ranks only."""
+"""INS104, INS105, INS109: slow or confused steps, and steps of some ranks only."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ import re
 from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
-from instep.check.rules import counting
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
-
-_CLOCKS = {
-    *(f"time.{name}" for name in ("time", "monotonic", "perf_counter", "process_time", "time_ns")),
-    *("datetime.datetime.now", "datetime.datetime.utcnow"),
-}
-_ORDER = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
-_SENT = ("broadcast", "broadcast_object", "broadcast_object_list", "Join")
-"""Calls by which a rank hears of a decision, or gets on without the others."""
 
 
 @rule("INS104", Severity.WARNING, "Several Horovod tensors are sent under one name.")
@@ -185,153 +176,6 @@ def _checks_for_nan(info: ScriptInfo, call: ast.Call) -> bool:
     loop = next(info.script.parent_loops(call), None)
     checks = info.script.calls_named("isfinite", "isnan", "isinf")
     return any(next(info.script.parent_loops(check), None) is loop for check in checks)
-
-
-@rule("INS107", Severity.ERROR, "The clock decides how many steps a rank takes.")
-def _steps_by_the_clock(info: ScriptInfo) -> Iterator[Hit]:
-    """The clocks of two processes, and the times at which they read them, differ. Where a limit of
-    time ends a training loop, some ranks take one step more: from N = 2 on they wait in it for
-    ranks that have left, until the time-out, or are answered by a later collective. Let one rank
-    decide for all, or end after a number of steps.
-
-    ## Bad
-    ```python
-    import time
-    from torch.nn.parallel import DistributedDataParallel
-
-    def train(net, loader, limit):
-        model, start = DistributedDataParallel(net), time.time()
-        for x in loader:
-            model(x).sum().backward()
-            if time.time() - start > limit:
-                break
-    ```
-
-    ## Good
-    ```python
-    import time
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    def train(net, loader, limit):
-        model, start = DistributedDataParallel(net), time.time()
-        for x in loader:
-            model(x).sum().backward()
-            late = torch.tensor(time.time() - start > limit)
-            dist.broadcast(late, 0)
-            if late:
-                break
-    ```
-    """
-    branches: list[ast.If | ast.While] = [*info.script.all(ast.If), *info.script.all(ast.While)]
-    for branch in branches:
-        if isinstance(branch, ast.While):
-            loop: ast.AST | None = branch
-        else:
-            loop = next(info.script.parent_loops(branch), None)
-            if not any(isinstance(each, ast.Break | ast.Return) for each in branch.body):
-                continue
-        if loop is None or not _trains(info, loop) or _is_decided_together(info, branch):
-            continue
-        if _is_time_limit(info, branch.test):
-            yield Hit(
-                branch,
-                f"{info.script.source(branch.test)} is decided by this rank's clock",
-                "from N = 2 on, some ranks take one step more, and wait there for the others",
-                "dist.broadcast(late, 0)  # of a tensor: rank 0 decides for all",
-            )
-
-
-def _trains(info: ScriptInfo, loop: ast.AST) -> bool:
-    calls = info.script.calls_inside(loop)
-    return any(call in info.backward_calls for call in calls)
-
-
-def _is_decided_together(info: ScriptInfo, place: ast.AST) -> bool:
-    function = info.script.function_of(place)
-    sent = info.script.calls_named(*_SENT)
-    return counting.is_reduced_nearby(info, place) or any(
-        info.script.function_of(call) is function for call in sent
-    )
-
-
-def _is_time_limit(info: ScriptInfo, test: ast.expr) -> bool:
-    """Whether a test compares the time that has passed with another number."""
-    return any(
-        isinstance(compared, ast.Compare)
-        and any(isinstance(operator, _ORDER) for operator in compared.ops)
-        and any(_reads_clock(info, side) for side in (compared.left, *compared.comparators))
-        for compared in ast.walk(test)
-    )
-
-
-def _reads_clock(info: ScriptInfo, value: ast.expr) -> bool:
-    """Whether it is the time now, or a difference to it that was computed here or in the same loop
-    before."""
-    if any(info.script.full_name(call) in _CLOCKS for call in ast.walk(value)):
-        return True
-    loop = next(info.script.parent_loops(value), None)
-    return any(
-        info.script.is_inside(bound.statement, loop)
-        and any(isinstance(each, ast.BinOp) for each in (value, bound.value))
-        and any(info.script.full_name(call) in _CLOCKS for call in ast.walk(bound.value))
-        for name in ast.walk(value)
-        if loop is not None
-        for bound in info.origins.bindings(name)
-    )
-
-
-@rule("INS108", Severity.ERROR, "islice gives some ranks a batch more than others.")
-def _batches_by_islice(info: ScriptInfo) -> Iterator[Hit]:
-    """`islice(loader, rank, None, world_size)` hands each rank every N-th batch. If their number is
-    no multiple of N, the first ranks get one more: from N = 2 on they wait in its backward for
-    ranks whose loop has ended. A DistributedSampler makes the numbers equal, and `instep.shard`
-    divides each batch.
-
-    ## Bad
-    ```python
-    from itertools import islice
-    from torch.nn.parallel import DistributedDataParallel
-
-    def train(net, loader, rank, world_size):
-        model = DistributedDataParallel(net)
-        for x in islice(loader, rank, None, world_size):
-            model(x).sum().backward()
-    ```
-
-    ## Good
-    ```python
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    def train(net, dataset, epoch):
-        model, sampler = DistributedDataParallel(net), DistributedSampler(dataset)
-        sampler.set_epoch(epoch)
-        for x in DataLoader(dataset, 64, sampler=sampler):
-            model(x).sum().backward()
-    ```
-    """
-    for loop in info.script.all(ast.For):
-        if not _trains(info, loop) or _is_decided_together(info, loop):
-            continue
-        for call in ast.walk(loop.iter):
-            if isinstance(call, ast.Call) and _is_slice_by_rank(info, call):
-                yield Hit(
-                    call,
-                    f"{info.script.source(call)} hands each rank every N-th batch",
-                    "from N = 2 on, ranks with one batch more wait in it for the others, unless "
-                    "their number is a multiple of N",
-                    "DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))",
-                )
-
-
-def _is_slice_by_rank(info: ScriptInfo, call: ast.Call) -> bool:
-    if info.script.full_name(call) != "itertools.islice" or len(call.args) != 4:
-        return False
-    _, start, stop, step = call.args
-    to_the_end = isinstance(stop, ast.Constant) and stop.value is None
-    return to_the_end and info.ranks.rank_type(start) == "rank" and info.ranks.is_world_size(step)
 
 
 @rule("INS109", Severity.ERROR, "An optimizer steps on some ranks only.")

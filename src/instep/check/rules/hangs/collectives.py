@@ -1,4 +1,4 @@
-"""INS101 to INS103, INS106: ranks that wait for each other for ever."""
+"""INS101 to INS103: a collective is called by some ranks only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
 from instep.check.guards import Guard
-from instep.check.rules import counting, two_lines
 from instep.check.script import constant, keyword
 from instep.check.script_info import ScriptInfo
 
@@ -17,7 +16,6 @@ _GATHERING_STATES = {
     f"torch.distributed.checkpoint.state_dict.get_{name}"
     for name in ("state_dict", "model_state_dict", "optimizer_state_dict")
 }
-_MEAN_OF_LOSS = 'instep.all_reduce(loss.detach(), "mean")'
 WAITING_SAVES = {
     "save_state", "save_checkpoint", "consolidate_state_dict", "full_optim_state_dict",
     "state_dict",
@@ -245,156 +243,3 @@ def _needs_every_rank(info: ScriptInfo, call: ast.Call) -> bool:
 def _shards_parameters(info: ScriptInfo, wrap: ast.Call) -> bool:
     full = info.script.full_name(wrap)
     return full.startswith("torch.distributed.fsdp") and full.endswith("FullyShardedDataParallel")
-
-
-@rule("INS106", Severity.ERROR, "One rank's rows decide which steps it takes.")
-def _steps_by_own_rows(info: ScriptInfo) -> Iterator[Hit]:
-    """`instep.shard(loader)` hands each rank other rows, and so does a DistributedSampler. A loss,
-    or the number of rows, is then another on each. Where it decides whether a step is left out or
-    the training ends, some ranks go on without the others: from N = 2 on, DistributedDataParallel
-    waits for ever, and instep ends with an error that names the line. So it is with early stopping
-    by the loss of a validation that is divided among the ranks. Decide by a number that is equal on
-    all ranks.
-
-    ## Bad
-    ```python
-    import instep
-    from torch.utils.data import DataLoader
-
-    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
-        loss = loss_function(model(x), y)
-        if loss.item() > 10:
-            continue
-        loss.backward()
-    ```
-
-    ## Good
-    ```python
-    import instep
-    from torch.utils.data import DataLoader
-
-    for x, y in instep.shard(DataLoader(train_set, batch_size=64)):
-        loss = loss_function(model(x), y)
-        if instep.all_reduce(loss.detach(), "mean") > 10:
-            continue
-        loss.backward()
-    ```
-    """
-    for branch in info.script.all(ast.If):
-        leaving = [each for each in branch.body if isinstance(each, ast.Break | ast.Continue)]
-        outer = [*info.script.parent_loops(branch)]
-        if not leaving or not outer or counting.is_reduced_nearby(info, branch):
-            continue
-        if not _trains(info, outer[0]) or not _is_decided_by_rows(info, branch):
-            continue
-        is_end = not any(
-            isinstance(loop, ast.For) and two_lines.has_own_rows(info, loop) for loop in outer
-        )
-        mean = (
-            "mean = instep.Mean()\n"
-            "mean.update(loss.detach(), len(x))  # in the loop\n"
-            "mean.compute()  # decide by this: all ranks have it"
-        )
-        if info.ddp_calls or not is_end:
-            call = "dist.all_reduce(value)" if info.ddp_calls else _MEAN_OF_LOSS
-            mean = f"{call}  # decide by this: all ranks have it"
-        yield Hit(
-            branch,
-            f"{info.script.source(branch.test)} is decided by this rank's rows",
-            "from N = 2 on, some ranks end the training, and the others go on without them"
-            if is_end
-            else "from N = 2 on, ranks leave out other steps than the others, or than one process",
-            mean,
-        )
-
-
-def _trains(info: ScriptInfo, loop: ast.AST) -> bool:
-    """Whether a loop makes steps, itself or by a function of the script that it calls."""
-    calls = [*info.script.calls_inside(loop)]
-    calls += [
-        inner
-        for call in calls
-        for function in info.called_functions(call)
-        for inner in info.script.calls_in(function)
-    ]
-    return any(call in info.backward_calls for call in calls)
-
-
-def _is_decided_by_rows(info: ScriptInfo, branch: ast.If) -> bool:
-    """Whether a test depends on the rows that a loop gives this rank, around the test or before."""
-    if info.script.call_name(branch.test) == "isinstance":
-        return False
-    around = [*info.script.parent_loops(branch)]
-    for loop in around:
-        if isinstance(loop, ast.For) and two_lines.has_own_rows(info, loop):
-            return two_lines.depends_on_rows(info, loop, branch.test, two_lines.DEPTH)
-    return (
-        _is_made_of_rows(info, branch.test, two_lines.DEPTH)
-        or _is_counted_by_rows(info, branch, around[0])
-        or _asks_who_knows_rows(info, branch, around[0])
-    )
-
-
-def _is_made_of_rows(info: ScriptInfo, value: ast.AST, depth: int) -> bool:
-    """Whether a value is made of what a loop over this rank's rows has added up, here or in a
-    function of the script, and is not reduced there."""
-    if depth == 0 or counting.is_reduced_nearby(info, value):
-        return False
-    for inner in ast.walk(value):
-        if isinstance(inner, ast.Call):
-            made = [
-                each.value
-                for function in info.called_functions(inner)
-                for each in ast.walk(function)
-                if isinstance(each, ast.Return) and each.value is not None
-            ]
-        elif isinstance(inner, ast.Name):
-            if _adds_up_rows(info, inner):
-                return True
-            made = [bound.value for bound in info.origins.bindings(inner)]
-        else:
-            continue
-        if any(_is_made_of_rows(info, each, depth - 1) for each in made):
-            return True
-    return False
-
-
-def _adds_up_rows(info: ScriptInfo, name: ast.Name) -> bool:
-    """Whether `name += …` adds up, in the same function, what depends on this rank's rows."""
-    return any(
-        isinstance(loop, ast.For)
-        and two_lines.has_own_rows(info, loop)
-        and two_lines.depends_on_rows(info, loop, changed.value, two_lines.DEPTH)
-        for changed in info.script.all(ast.AugAssign)
-        if info.script.dotted_name(changed.target) == name.id
-        and info.script.are_in_one_function(changed, name)
-        for loop in info.script.parent_loops(changed)
-    )
-
-
-def _is_counted_by_rows(info: ScriptInfo, branch: ast.If, loop: ast.AST) -> bool:
-    """Whether a test asks for a number that another such test in the loop counts up, as early
-    stopping counts the epochs since the best one."""
-    asked = {info.script.dotted_name(each) for each in ast.walk(branch.test)} - {""}
-    return any(
-        _is_made_of_rows(info, above.test, two_lines.DEPTH)
-        for changed in info.script.all(ast.AugAssign)
-        if info.script.dotted_name(changed.target) in asked and info.script.is_inside(changed, loop)
-        for above in info.script.ancestors(changed)
-        if isinstance(above, ast.If) and info.script.is_inside(above, loop)
-    )
-
-
-def _asks_who_knows_rows(info: ScriptInfo, branch: ast.If, loop: ast.AST) -> bool:
-    """Whether a test asks an object that the loop has told such a value: `stopper(loss)`, and then
-    `if stopper.early_stop`."""
-    asked = {
-        info.script.dotted_name(each.value)
-        for each in ast.walk(branch.test)
-        if isinstance(each, ast.Attribute)
-    } - {""}
-    return any(
-        info.script.dotted_name(call.func).partition(".")[0] in asked
-        and any(_is_made_of_rows(info, given, two_lines.DEPTH) for given in call.args)
-        for call in info.script.calls_inside(loop)
-    )
