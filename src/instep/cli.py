@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _CommandParser(_Parser):
-    """Of one command: its help keeps its lines, and its options are written out."""
+    """The parser of one command: its help keeps its lines, and options have to be written out."""
 
     def __init__(self, **given: Any) -> None:
         given.setdefault("formatter_class", argparse.RawTextHelpFormatter)

@@ -131,7 +131,7 @@ class _Script:
 
 
 def _caught_raises(scope: _Loop | _Function) -> set[ast.Raise]:
-    """Those of which the script may catch the error; any other one ends its rank, which says so."""
+    """The raises whose error the script may catch; any other one ends its rank, which says so."""
     tries = [node for node in _walk(scope.body) if isinstance(node, ast.Try) and node.handlers]
     inside = (node for each in tries for node in _walk(each.body))
     return {node for node in inside if isinstance(node, ast.Raise)}
@@ -156,7 +156,7 @@ def _have(nodes: Iterable[ast.AST], lines: Collection[int]) -> bool:
 
 
 def _loop_variables(loop: _Loop) -> set[str]:
-    """Those that are not numbers of a range."""
+    """The variables that a loop sets, without those that count through a range."""
     if isinstance(loop, ast.While) or _is_call_of(loop.iter, "range"):
         return set()
     target = loop.target
@@ -184,7 +184,7 @@ def _is_computed(value: ast.expr, names: set[str]) -> bool:
 
 
 def _walk(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """These nodes and what is in them, in their order, without the bodies of functions."""
+    """Walk these nodes and what is in them, in order, without the bodies of functions."""
     for node in nodes:
         if not isinstance(node, _NOT_RUN_THERE):
             yield node

@@ -72,7 +72,7 @@ def zeros(count: int, like: Tensor) -> Numbers:
 
 
 def to_tensor(numbers: Numbers, dtype: torch.dtype) -> Tensor:
-    """As a tensor of this dtype; it may share the memory."""
+    """`numbers` as a tensor of this dtype; it may share the memory."""
     if isinstance(numbers, Tensor):
         return numbers.to(dtype)
     if dtype in _OF_NUMPY:

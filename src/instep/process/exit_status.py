@@ -21,7 +21,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def describe_early_exit(waiting: int) -> str:
-    """As a predicate: a rank ended with exit code 0 while rank `waiting` waited for it."""
+    """The predicate for a rank that ended with exit code 0 while rank `waiting` waited for it."""
     return f"ended with exit code 0 while rank {waiting} waited for it"
 
 

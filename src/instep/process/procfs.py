@@ -206,7 +206,7 @@ def close_stderr() -> None:
 
 
 def boot_id() -> str:
-    """The same in all processes of one boot of one kernel, containers included."""
+    """The kernel's id of this boot, equal in all processes, containers included."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 

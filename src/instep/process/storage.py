@@ -39,7 +39,7 @@ def describe_folder(folder: str) -> str:
 
 
 def cache_folder() -> str:
-    """That of the user."""
+    """The user's folder for caches."""
     return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 
 

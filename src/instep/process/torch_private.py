@@ -130,7 +130,7 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
 class OperationMode(TorchDispatchMode):
-    """The same, without the import of torch.compile at its first use, which takes a second."""
+    """A TorchDispatchMode that does not import torch.compile at its first use (a second)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

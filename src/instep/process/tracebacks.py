@@ -68,8 +68,9 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python prints it, without frames of instep that pass a call on to the function of another
-    library; of instep's other frames only the first and the last in a row.
+    """The traceback of an error as Python prints it, without frames of instep that pass a call on
+    to the function of another library; of instep's other frames only the first and the last in
+    a row.
 
     Where a collective failed because this rank was failing already, it is the traceback of the
     root cause, and a line about the collective.

@@ -246,7 +246,8 @@ def _is_placeholder(values: Tensor, rows: int | None = None) -> bool:
 
 
 def _is_placeholder_of_several(values: Tensor, batch: BatchCandidates) -> bool:
-    """The same where batches of several loops are possible, some without rows for all ranks."""
+    """Whether values are a placeholder's, where batches of several loops are possible, some
+    without rows for all ranks."""
     calls = find_calls((values,))[0] if values.grad_fn is not None else []
     if len(calls) == 1:
         return calls[0].is_placeholder

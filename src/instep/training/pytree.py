@@ -103,7 +103,7 @@ def is_cache(value: Any) -> bool:
 
 
 def leaves_in_caches(structure: Structure) -> list[bool]:
-    """Of each leaf whether it is in a cache."""
+    """For each leaf, whether it is in a cache."""
     if structure is None:
         return [False]
     found = [inside for child in structure.children for inside in leaves_in_caches(child)]

@@ -40,7 +40,7 @@ def broadcast_seed() -> int:
 
 
 def broadcast_seed_and_states() -> tuple[int, list[bool]]:
-    """The same, and whether numpy's and Python's generators are as rank 0's are. Collective."""
+    """Rank 0's seed, and whether numpy's and Python's generators are as on rank 0. Collective."""
     mine = RNGStates.capture().sums()
     seed, theirs = broadcast_object((_new_seed(), mine))
     return seed, [own == common for own, common in zip(mine, theirs, strict=True)]

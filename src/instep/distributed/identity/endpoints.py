@@ -52,7 +52,7 @@ class PrivateFile:
 
 @dataclass(frozen=True)
 class SharedFile:
-    """As PrivateFile, on a file system that all hosts of the job share."""
+    """A file where ranks meet, on a file system that all hosts of the job share."""
 
     path: str
     """Given by the user, for one job at a time."""

@@ -134,7 +134,7 @@ class MessageTable:
         ]
 
     def find_stalled(self, now: float, seconds: float) -> list[StalledRequest]:
-        """Those that no call before this one has returned."""
+        """The stalled requests that no earlier call has returned."""
         stalled = self.stalled(now, seconds)
         new = [each for each in stalled if each.request.key not in self._reported]
         self._reported.update(each.request.key for each in new)

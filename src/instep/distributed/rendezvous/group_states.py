@@ -35,7 +35,7 @@ _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.Weak
 
 
 def find() -> GroupState | None:
-    """That of the default process group now; None if it has none yet, or if there is no group."""
+    """The state of the default process group; None if it has none yet, or if there is no group."""
     group = dist.group.WORLD
     return None if group is None else _states.get(group)
 
@@ -43,13 +43,13 @@ def find() -> GroupState | None:
 def add(
     key: bytes | None, one_host: bool, store_of_torch: dist.Store, timeout: timedelta | None
 ) -> None:
-    """Keep that of the default process group, which instep has just made. Collective where there is
-    no key: rank 0 draws one."""
+    """Keep the state of the default process group, which instep has just made. Collective where
+    there is no key: rank 0 draws one."""
     _add(key or _broadcast_key(), one_host, store_of_torch, timeout)
 
 
 def add_of_script(one_host: bool) -> GroupState:
-    """Make that of the default process group, which the script has made, and keep it. Collective.
+    """Make and keep the state of the default process group, which the script has made. Collective.
 
     Raises AuthenticationError where not all of its ranks were given the same secret.
     """

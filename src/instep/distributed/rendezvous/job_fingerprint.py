@@ -36,7 +36,7 @@ class JobFingerprint:
 
     @classmethod
     def of_this_process(cls) -> JobFingerprint:
-        """Of the program that runs as `__main__`, or that was announced."""
+        """The fingerprint of the program that runs as `__main__`, or that was announced."""
         if _announced:
             return cls.of_command(_announced)
         path = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -44,7 +44,7 @@ class JobFingerprint:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> JobFingerprint:
-        """Of a program that will be started: `script.py args…` or `-m module args…`."""
+        """The fingerprint of a program to be started: `script.py args…` or `-m module args…`."""
         program, *arguments = command[1:] if command[0] == "-m" else command
         network = f"{boot_id()} {namespace('net')}"
         return cls(socket.gethostname(), network, __version__, _script(program), _common(arguments))

@@ -188,7 +188,7 @@ def _wait_for_result(
 
 
 def _read_fingerprint(store: dist.Store, rank: int) -> tuple[JobFingerprint, str]:
-    """Of that rank, and the number that it has drawn."""
+    """The fingerprint of that rank, and the number that it has drawn."""
     return _parse_fingerprint(_key(rank), store.get(_key(rank)))
 
 

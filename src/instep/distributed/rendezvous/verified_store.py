@@ -94,7 +94,7 @@ class VerifiedStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:
-        """Of the underlying store."""
+        """The timeout of the underlying store."""
         below: Any = self.underlying_store  # torch's stubs do not know of it
         timeout: timedelta = below.timeout
         return timeout

@@ -68,7 +68,7 @@ class ProgressChecks:
             kill(pidfd)
 
     def add_ended_ranks(self, ranks: set[int]) -> None:
-        """These ranks have ended; the rank may wait for one of them."""
+        """Note that these ranks have ended; the rank may wait for one of them."""
         self._ended_ranks |= ranks
         self.shorten_interval()
 

@@ -82,7 +82,7 @@ def _describe(entry: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Of the innermost frame that is the script's."""
+    """The place of the innermost frame of the script; "" if there is none."""
     for frame in frames:
         if not frame["filename"].startswith(OUTSIDE_SCRIPT):
             return f" at {frame['filename']}:{frame['line']}"

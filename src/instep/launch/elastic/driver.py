@@ -79,7 +79,7 @@ class _Member:
         return self.kill_at < float("inf")
 
     def leave_by(self, deadline: float) -> None:
-        """It is not needed any more, and has until then to end by itself."""
+        """Let a member that is not needed any more end by itself until then."""
         self.kill_at = deadline
 
 
@@ -216,7 +216,7 @@ class Driver:
         self._known_slots = free
 
     def _dismiss(self, member: _Member) -> None:
-        """It waits for a world in which it has no slot."""
+        """Let a member end that waits for a world in which it has no slot."""
         member.connection.send("leave")
         member.port = None
         member.leave_by(time.monotonic() + LEAVE_SECONDS)

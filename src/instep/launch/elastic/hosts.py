@@ -42,7 +42,7 @@ class HostTable:
         self._failures: Counter[str | Slot] = Counter()
 
     def update(self, found: Mapping[str, int]) -> None:
-        """These are the hosts now, with their slots."""
+        """Note the hosts that there are now, with their slots."""
         kept = [host for host in self._hosts if host in found]
         self._hosts = {host: found[host] for host in (*kept, *found)}
 

@@ -110,7 +110,7 @@ def _trainings(trainings: Sequence[Sequence[Facts]]) -> list[tuple[str, str, str
 
 
 def _wrong(verdicts: Sequence[str]) -> str:
-    """What is not "ok", with its rank."""
+    """The verdicts that are not "ok", with their ranks; "ok" if all are."""
     found = [f"rank {k}: {verdict}" for k, verdict in enumerate(verdicts) if verdict != "ok"]
     return "; ".join(found) or "ok"
 

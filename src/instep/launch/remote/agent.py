@@ -50,7 +50,7 @@ class AgentRequest:
     min_ranks: int | None = None
 
     def encode(self) -> bytes:
-        """As one line."""
+        """This message as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def run(self) -> int:

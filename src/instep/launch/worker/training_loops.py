@@ -284,7 +284,7 @@ class _Compiler:
 
     @property
     def folders(self) -> frozenset[str]:
-        """Those of files with such loops."""
+        """The folders of files with training loops."""
         return frozenset(os.path.dirname(path) for path, lines in self._lines.items() if lines)
 
 

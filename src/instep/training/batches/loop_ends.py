@@ -47,7 +47,7 @@ class _End(NamedTuple):
 
 
 class _LoopEnds:
-    """Those of this rank so far."""
+    """The ends of loops on this rank so far."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -36,5 +36,5 @@ class BucketCodec:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The same memory without complex numbers."""
+    """A tensor of the same memory that is real: complex numbers as pairs."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -111,7 +111,7 @@ class ShardedDraft:
         return {key: owners[key] for key in self.tensors}
 
     def _tensors(self, state: EncodedState) -> dict[Key, Tensor]:
-        """Those of the large entries that have the dtype and shape that they have on rank 0."""
+        """The tensors of the large entries whose dtype and shape are those on rank 0."""
         return {
             (entry, name): tensor
             for entry, tensors in state.tensors.items()

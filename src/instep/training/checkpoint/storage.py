@@ -207,7 +207,7 @@ def _verify_files(path: Path, files: dict[str, FileRecord]) -> None:
 
 
 def checksum(path: Path) -> str | None:
-    """Of all of a checkpoint; None where this rank does not see it."""
+    """The checksum of a whole checkpoint; None where this rank does not see it."""
     try:
         return hashlib.sha256((path / _INDEX).read_bytes()).hexdigest()
     except OSError:

@@ -117,8 +117,9 @@ class DrawMode(OperationMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs so, and draws its seed here. Else torch.compile would leave it
-        uncompiled, afterwards as well, and its dropout would draw other numbers."""
+        """Whether compiled code runs as such in this mode, and draws its seed here. Otherwise
+        torch.compile would leave it uncompiled, afterwards as well, and its dropout would draw
+        other numbers."""
         return True
 
     def __torch_dispatch__(

@@ -47,7 +47,7 @@ def after_each_step(function: Callable[[Optimizer], None]) -> None:
 
 
 def stepped_optimizers() -> list[Optimizer]:
-    """Those that have stepped and still exist."""
+    """The optimizers that have stepped and still exist."""
     known = {key: reference() for key, reference in _stepped.items()}
     for key, optimizer in known.items():
         if optimizer is None:

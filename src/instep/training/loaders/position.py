@@ -31,8 +31,8 @@ class LoaderPosition:
         self.samples += samples
 
     def state_dict(self, length: int | None, generator_states: list[Tensor]) -> dict[str, Any]:
-        """As values for a checkpoint; `length`: how many samples the data set has;
-        `generator_states`: of the loader's own generators, now."""
+        """The position as values for a checkpoint. `length`: how many samples the data set has.
+        `generator_states`: those of the loader's own generators now."""
         return {
             "epoch": self.epoch,
             "batches": 0 if self.has_ended else self.batches,

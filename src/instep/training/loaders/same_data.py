@@ -147,7 +147,7 @@ def _length(value: Any) -> int | None:
 
 
 def _entries(values: Any) -> list[Entry]:
-    """Some of the entries of a list, an array or a tensor; nothing of others."""
+    """Some of the entries of a list, an array or a tensor; none of anything else."""
     if not isinstance(values, list | tuple | range | np.ndarray | Tensor) or not _length(values):
         return []
     count = len(values)

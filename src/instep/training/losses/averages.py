@@ -76,7 +76,7 @@ def note_forward(inputs: object) -> None:
 
 
 def batch() -> BatchCandidates:
-    """That of the forwards before this backward; the one in use now if they show none."""
+    """The batch of the forwards before this backward; the one in use now if they show none."""
     return next(iter(_forwards.values())) if len(_forwards) == 1 else current_candidates()
 
 
@@ -116,7 +116,7 @@ def find_weight(roots: tuple[Root, ...], transport: Transport) -> tuple[Block, f
 
 
 def _batch_of(roots: tuple[Root, ...]) -> BatchCandidates:
-    """That of a backward from these: of several, the one whose tensors the graph has saved.
+    """The batch of a backward from `roots`: of several, the one whose tensors the graph has saved.
 
     Raises MixedBatchesError where it has saved those of two, of which this rank has other
     fractions.
@@ -137,7 +137,7 @@ def _batch_of(roots: tuple[Root, ...]) -> BatchCandidates:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its memory, the same for all views."""
+    """The address of a tensor's memory, the same for all its views."""
     is_dense = tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if is_dense else id(tensor)
 

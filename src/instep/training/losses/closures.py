@@ -42,7 +42,7 @@ def note_loss(roots: Iterable[Root], weight: float) -> None:
 
 @contextmanager
 def _noted_losses() -> Iterator[Noted]:
-    """Those of the backwards inside."""
+    """Collect the losses of the backwards inside."""
     global _noted
     before, _noted = _noted, []
     try:

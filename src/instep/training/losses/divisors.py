@@ -191,8 +191,8 @@ def _bounds(numbers: list[float]) -> tuple[float, ...]:
 
 
 def _numbers(found: list[Divisor]) -> list[float]:
-    """Those that are numbers: a term that is multiplied by 0 divides by infinity, and by 0 where a
-    loss is infinite."""
+    """The divisors other than 0 and infinity: a term that is multiplied by 0 divides by infinity,
+    and by 0 where a loss is infinite."""
     values = (each.value for each in found)
     return [each for each in values if each and math.isfinite(each)]
 

@@ -180,7 +180,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
 
 def _thirds(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Of each shard the input, the weight, the bias."""
+    """The inputs, the weights and the biases of the shards."""
     count = len(values) // 3
     return values[:count], values[count : 2 * count], values[2 * count :]
 
@@ -188,7 +188,7 @@ def _thirds(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequen
 def _differentiable_backward(
     ctx: Any, grad: Tensor, tensors: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """The same gradients as a graph: the layer once more, written in differentiable steps."""
+    """The gradients of a backward as a graph: the layer once more, in differentiable steps."""
     if len(tensors) > 3:
         raise TrainingError(
             "--bitwise cannot differentiate the gradient of batch normalisation once more "

@@ -31,14 +31,14 @@ _BYTES = 8
 
 
 class CpuStatistics(NamedTuple):
-    """Of all shards' rows together."""
+    """Batch statistics of all shards' rows together."""
 
     numbers: Doubles
     """Means, biased variances, and how many values a channel has."""
     eps: float
 
     def for_torch(self) -> Statistics:
-        """The same for torch's kernels."""
+        """These statistics for torch's kernels."""
         array = np.frombuffer(self.numbers)
         channels = len(array) // 2
         mean, var = array[:channels], array[channels:-1]
@@ -46,7 +46,7 @@ class CpuStatistics(NamedTuple):
 
 
 class _CpuKernels:
-    """Of contiguous tensors of float32."""
+    """Kernels in C, for contiguous tensors of float32."""
 
     def __init__(self, compiled: ModuleType) -> None:
         self._compiled: Any = compiled

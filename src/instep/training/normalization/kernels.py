@@ -56,7 +56,7 @@ class Kernels(Protocol[N, S]):
         """So many zeros, on the device of `like`."""
 
     def moments(self, x: Tensor) -> N:
-        """Of these rows each channel's mean, then each channel's sum of squared distances from it,
+        """Each channel's mean in these rows, then each channel's sum of squared distances from it,
         then the number of values in a channel, which is not 0."""
 
     def gather(self, by_shard: Sequence[N], collectives: ShardCollectives) -> N:
@@ -84,7 +84,7 @@ class Kernels(Protocol[N, S]):
         and the statistics for them. Those of other ranks may be others."""
 
     def sums(self, grad: Tensor, x: Tensor, statistics: S) -> tuple[N, Tensor, Tensor]:
-        """Of each channel of these rows sum(grad * x_hat) and sum(grad): as numbers, and as the
+        """sum(grad * x_hat) and sum(grad) of each channel in these rows: as numbers, and as the
         gradients of weight and bias."""
 
     def total(self, by_shard: Sequence[N], collectives: ShardCollectives) -> N:

@@ -29,7 +29,7 @@ _FAR = 1.0  # a squared mean, in variances
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all shards' rows together."""
+    """Batch statistics of all shards' rows together."""
 
     mean: Numbers
     var: Numbers
@@ -48,7 +48,7 @@ class Statistics:
 
 
 class _TorchKernels:
-    """Of any dtype and memory layout."""
+    """PyTorch's kernels, for any dtype and memory layout."""
 
     def zeros(self, count: int, like: Tensor) -> Numbers:
         return numbers.zeros(count, like)
@@ -159,7 +159,7 @@ def _affine(
 
 
 def _moments_of_planes(x: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of each channel the mean, and the sum of squared distances from it.
+    """The mean of each channel, and the sum of squared distances from it.
 
     From the sums and the norms of the planes, whose kernels are vectorised. Where the mean is far
     from zero, the difference of the squares is not exact enough: there the distances are squared.

@@ -225,7 +225,7 @@ class HostCopy:
 
 
 def _count_python_references(tensor: Tensor) -> int:
-    """Those to its storage, of which there is one Python object at a time."""
+    """References to a tensor's storage, of which there is one Python object at a time."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 

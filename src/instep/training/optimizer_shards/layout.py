@@ -34,7 +34,7 @@ class Part:
         return self.numel == self.parameter.numel()
 
     def view(self, tensor: Tensor) -> Tensor:
-        """These elements of `tensor`, which has the strides of the parameter; 1-D."""
+        """This range's elements of `tensor`, which has the strides of the parameter; 1-D."""
         return flatten(tensor)[self.start : self.stop]
 
 

@@ -52,7 +52,7 @@ def write_back(values: Tensor, tensor: Tensor) -> None:
 
 
 def _unguarded(tensor: Tensor) -> Tensor:
-    """The same memory outside autograd, writable also where it is an inference tensor."""
+    """The memory of a tensor outside autograd; that of an inference tensor is writable, too."""
     if tensor.is_inference():
         return torch.from_dlpack(tensor.detach())
     return tensor.detach() if tensor.requires_grad else tensor

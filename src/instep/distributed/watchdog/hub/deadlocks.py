@@ -67,7 +67,7 @@ class WaitingRanks:
             self._loop.call_later(delay, partial(self._check_deadlock, waits))
 
     def _check_deadlock(self, waits: dict[int, Message]) -> None:
-        """It is one if these ranks still wait as they did."""
+        """Abort the first of these ranks if all of them still wait as they did."""
         if not self._job.failures and all(
             self._waits.get(rank) is wait for rank, wait in waits.items()
         ):

@@ -126,7 +126,7 @@ class CommonSignal:
     # ------------------------------------------------------------------- in the main thread
 
     def receive(self, frame: FrameType | None) -> None:
-        """It has come to this process."""
+        """Handle the signal, which has come to this process."""
         pending = self.pending
         is_another = time.monotonic() - self.since > SAME_INTERRUPT_SECONDS
         if not self._rank.is_this_process():
