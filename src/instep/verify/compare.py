@@ -186,7 +186,7 @@ def distance(ours: Tensors, theirs: Tensors) -> float:
 
 
 def _distances(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """That of each tensor; a missing one counts as zeros."""
+    """The distance of each tensor; a missing one counts as zeros."""
     found = {}
     for name, one in {**ours, **theirs}.items():
         is_in_both = name in ours and name in theirs

@@ -41,7 +41,7 @@ _MADE = (Kind.DICT, Kind.LIST, Kind.TUPLE, Kind.SET, Kind.INSTANCE)
 
 
 def encode(before: ScriptObjects, now: ScriptObjects) -> dict[str, Any]:
-    """What is different `now`: entries by path.
+    """Encode what differs between `before` and `now`: entries by path.
 
     Raises CannotSaveScriptError, which names a variable.
     `now` has the scopes of that moment and nothing else yet.

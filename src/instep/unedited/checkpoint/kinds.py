@@ -178,7 +178,7 @@ def digest_of(value: Any, kind: Kind) -> Any:
 
 
 def large_digest(value: Any) -> Any:
-    """Of a large container of data; None of any other."""
+    """A digest of a large container of data; None for any other value."""
     if len(value) <= BULK:
         return None
     try:

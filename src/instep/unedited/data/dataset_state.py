@@ -270,7 +270,7 @@ def _set_class_attributes(cls: type, kept: dict[str, Any]) -> None:
 
 
 def _bytes(array: np.ndarray[Any, Any], indices: Iterable[Any]) -> dict[int, bytes]:
-    """Those of a small array, or of its small rows at these indices."""
+    """The bytes of a small array, or of its small rows at these indices."""
     if array.nbytes <= _MAX_BYTES:
         return {0: array.tobytes()}
     if not array.ndim or array.nbytes // len(array) > _MAX_BYTES:

@@ -76,7 +76,7 @@ def announce_draws(dataset: object) -> None:
 
 
 def _class_name(dataset: object) -> str:
-    """That of the script's own data set, also where random_split has made a part of it."""
+    """The class of the script's own data set, also where random_split has made a part of it."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset).__name__

@@ -252,7 +252,7 @@ class RowDataset(Dataset[Any]):
             return [self._seeded_sample(request.seed, number, index) for number, index in numbered]
 
     def _load_unseeded(self, indices: list[Any]) -> list[Any] | None:
-        """These samples; None if any draws a random number, with the generators restored."""
+        """Load these samples; None if any draws a random number, with the generators restored."""
         first = 1 if self._effects.draws is None else len(indices)  # most often one sample shows it
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):

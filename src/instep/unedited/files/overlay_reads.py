@@ -82,7 +82,7 @@ class OverlayReads(PathResolver):
         *,
         follow: bool = True,
     ) -> tuple[bool, Any]:
-        """The same, only if it belongs to an installation in which this job has changed nothing.
+        """As `use`, only if the file belongs to an installation that this job has not changed.
 
         Returns whether it does, and the result. That takes 4 system calls instead of a hundred.
         """

@@ -56,7 +56,7 @@ class BranchConditions:
 
 
 class _Condition:
-    """One of them, of one module."""
+    """A condition in the methods of one module."""
 
     __slots__ = ("_first", "_known", "_last", "_operands", "_test", "has_changed")
 

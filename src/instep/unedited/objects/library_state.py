@@ -149,7 +149,7 @@ def _pair_of(node: ast.AST) -> tuple[str, str] | None:
 
 
 def _arguments_of(name: str, node: ast.AST) -> list[ast.expr]:
-    """Of a call of the function with this name; else none."""
+    """The arguments of a call of the function with this name; none of anything else."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
         return node.args
     return []

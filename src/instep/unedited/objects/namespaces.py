@@ -50,7 +50,7 @@ class Table:
 
 
 def changed_tables(tables: Iterable[Table]) -> list[Table]:
-    """Those of which anything is not as it was."""
+    """The tables in which anything is not as it was."""
     # Before and after every call, for every module: no call for each table.
     return [
         table
@@ -97,7 +97,7 @@ class Counters:
         self.versions = [x._version for x in self.tensors]
 
     def find_changes(self) -> dict[Key, Any]:
-        """Those that were written to since this was last asked."""
+        """The counters that were written to since this was last asked."""
         versions = [x._version for x in self.tensors]
         if versions == self.versions:
             return {}
@@ -108,7 +108,7 @@ class Counters:
 
 
 def table_of(node: GraphNode) -> Table | None:
-    """What is looked at of a node; None if nothing is."""
+    """The table of what is looked at of a node; None if nothing is."""
     value = node.value
     if isinstance(value, types.CellType):
         return Table(node.path, value, ["cell_contents"]) if node.contents else None

@@ -110,7 +110,7 @@ class NumberExpressions:
 
 
 class _Expression:
-    """One of them, of one object."""
+    """An expression in a method of one object, or in a function."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class SharedCommand:
         return self._run(function, self.files if self.in_main else None)
 
     def start(self, function: Callable[[], T]) -> T:
-        """The same for a function that only starts the command."""
+        """As `run`, for a function that only starts the command."""
         return self._run(function, None)
 
     def _run(self, function: Callable[[], T], sync: CommandFiles | None) -> T:
@@ -223,7 +223,7 @@ def pipe_end(stream: Any) -> PipeEnd | None:
 
 
 def with_rank0_pipes(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """These arguments, with rank 0's descriptors in place of the pipes of other commands."""
+    """The arguments of a command, with rank 0's descriptors in place of other commands' pipes."""
     return {
         name: value if (pipe := pipe_end(value)) is None else pipe.fd
         for name, value in kwargs.items()

@@ -22,7 +22,7 @@ class FileCopies:
     """
 
     def __init__(self, folder: Path) -> None:
-        """What is in `folder` is not kept. It receives the copies, in a new folder `kept`."""
+        """`folder` receives the copies, in a new folder `kept`; its own files are not copied."""
         self._folder = folder / "kept"
         self._folder.mkdir()
         self._kept: dict[str, os.stat_result | None] = {}

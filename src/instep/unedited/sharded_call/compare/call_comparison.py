@@ -268,7 +268,8 @@ class CallComparison:
         return outputs
 
     def _count_leaves(self) -> list[int | None]:
-        """Of each output the number of its leaves if it is a list with one entry for each row."""
+        """The number of leaves of each output that is a list with one entry for each row; None for
+        others."""
         reference = self.reference
         whole = unflatten(reference.outputs, reference.structure)
         outputs, _ = flatten(whole, self._structure)

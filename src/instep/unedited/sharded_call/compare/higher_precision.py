@@ -180,7 +180,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _converted(call: BoundCall, dtypes: Sequence[torch.dtype], to: torch.dtype) -> BoundCall:
-    """The same call with copies of its arguments of these dtypes."""
+    """The call with copies of its arguments of these dtypes."""
     copies: dict[int, Tensor] = {}
 
     def convert(leaf: Any) -> Any:

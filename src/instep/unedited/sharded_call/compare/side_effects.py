@@ -204,7 +204,8 @@ def replaced_in_streams(
 
 
 def _noting_method(owner: type, name: str, effects: SideEffects) -> Any:
-    """Of a tensor or a node: what it keeps of a gradient would be that of a part of the rows."""
+    """A method of a tensor or a node, whose call is noted: what it keeps of a gradient would be
+    that of a part of the rows."""
     method: Any = getattr(owner, name)
     effect = WholeReason(f"its forward looks at the gradient of a tensor ({name.lstrip('_')})")
 
@@ -217,7 +218,7 @@ def _noting_method(owner: type, name: str, effects: SideEffects) -> Any:
 
 
 def _noting_message(owner: type, name: str, effects: SideEffects) -> Function:
-    """Of a queue or a pipe between processes."""
+    """A method of a queue or a pipe between processes, whose call is noted."""
     method: Function = getattr(owner, name)
 
     @wraps(method)

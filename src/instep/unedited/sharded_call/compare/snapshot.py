@@ -59,7 +59,7 @@ back and compared as buffers are."""
 
 
 def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Those that a forward must not change."""
+    """The parameters that a forward must not change."""
     kept: list[Tensor] = [] if module in _moving else list(nn.Module.parameters(module))
     return {
         _TRAINED: [p for p in kept if p.requires_grad],

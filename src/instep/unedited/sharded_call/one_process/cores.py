@@ -26,8 +26,10 @@ class Cores:
 
     @classmethod
     def of_all(cls, threads: int, transport: Transport) -> Cores:
-        """Those of all ranks together; `threads`: what this rank would use if it were alone, of
-        which rank 0's counts. Collective."""
+        """The cores of all ranks together. Collective.
+
+        `threads`: what this rank would use if it were alone; that of rank 0 counts.
+        """
         mine = threads, os.sched_getaffinity(0)
         by_rank = transport.all_gather_object(mine)
         return cls(by_rank[0][0], frozenset().union(*(cpus for _, cpus in by_rank)))

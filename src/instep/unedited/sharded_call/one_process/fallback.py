@@ -189,7 +189,7 @@ class Fallback:
         self._ranks.leave_to_rank0(self._cores_alone(), why)
 
     def _cores_alone(self) -> Cores:
-        """Those of all ranks, with the number of threads that the script has set, if it has."""
+        """The cores of all ranks, with the number of threads that the script has set, if it has."""
         assert self._cores is not None
         threads = torch.get_num_threads()
         is_set = threads != self._threads_before
@@ -210,8 +210,8 @@ def set_fallback(fallback: Fallback | None) -> None:
 
 
 def current_fallback() -> Fallback | None:
-    """What is to be asked here: nothing outside of the script's main thread, or where this rank
-    alone works."""
+    """The fallback that is to be asked here; None outside of the script's main thread, or where
+    this rank works alone."""
     if not _current or not in_main_thread():
         return None
     return None if is_rank_local() else _current[0]

@@ -69,7 +69,7 @@ class BoundCall:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Those among its arguments."""
+        """The tensors among its arguments."""
         return [tensor for leaf in self.leaves for tensor in tensors_in(leaf)]
 
     @cached_property
@@ -90,7 +90,7 @@ class BoundCall:
 
     @property
     def functions(self) -> list[tuple[str, Any]]:
-        """Those among its arguments, with paths for messages."""
+        """The functions among its arguments, with paths for messages."""
         found = [leaf for leaf in self.leaves if isinstance(leaf, (*FUNCTIONS, partial))]
         return [(f"argument {getattr(each, '__name__', 'partial')}", each) for each in found]
 

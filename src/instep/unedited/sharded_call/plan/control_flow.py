@@ -116,7 +116,7 @@ class ForwardTrace:
 
     @property
     def checksum(self) -> int:
-        """Of what was read, the same in all processes."""
+        """A checksum of what was read, equal in all processes."""
         return crc32(repr(self.readings).encode())
 
     @property

@@ -50,8 +50,8 @@ class Division:
         return any(dim is not None and not _has_equal_rows(leaf, dim) for leaf, dim in pairs)
 
     def slices(self, leaves: Sequence[Any], blocks: Sequence[Block]) -> dict[int, list[Tensor]]:
-        """Of each leaf that is cut by offsets what each of these blocks has, by its number: the
-        offsets, too, which begin there."""
+        """What each of these blocks has of each leaf that is cut by offsets, by the leaf's number;
+        of the offsets, too, which begin at the block."""
         if self.offsets is None:
             return {}
         offsets = leaves[self.offsets]
@@ -212,7 +212,7 @@ def size_differences(
 
 
 def _sizes_in(entry: Any) -> list[tuple[int, ...]]:
-    """Of an entry the shapes of its tensors and arrays, and the lengths of strings and lists."""
+    """The shapes of the tensors and arrays in an entry, and the lengths of strings and lists."""
     sizes = []
     for each in leaves_of(entry):
         if isinstance(each, Tensor | np.ndarray):

@@ -138,7 +138,7 @@ _OURS = ("torch", "instep")
 
 
 def _owner(hook: Any) -> str:
-    """Whose a hook is: a library's by its name; "" for torch's (normed weights have some) and
+    """The library that has registered a hook; "" for torch's (normed weights have some) and
     instep's."""
     module = getattr(hook, "__module__", None) or type(hook).__module__
     if module.split(".")[0] in _OURS:

@@ -142,7 +142,7 @@ class ObjectGraph:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those of torch among it."""
+        """The generators of torch in it."""
         values = (node.value for node in self.nodes.values())
         return [value for value in values if isinstance(value, torch.Generator)]
 

@@ -275,7 +275,7 @@ def lookup(call: BoundCall, group: ShardGroup) -> CacheEntry:
 def _agree(
     entry: CacheEntry, call: BoundCall, attributes: AttributeChanges, group: ShardGroup
 ) -> CacheEntry:
-    """The same entry on all ranks, whose call all of them compare or none does. Collective.
+    """Agree on one entry, whose call all ranks compare or none does. Collective.
 
     A progress bar, or a text with a speed, changes by the clock: not at the same calls on all
     ranks, or to other values. Such attributes are not looked at any more.

@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
 
 class DrawRows(NamedTuple):
-    """Of the tensor of a draw."""
+    """The rows in the tensor of a draw, and its memory order."""
 
     dim: int | None
     """None where it has no rows."""

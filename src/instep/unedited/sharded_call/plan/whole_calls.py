@@ -48,7 +48,7 @@ class DecisionCounts:
 
     @property
     def slow(self) -> int:
-        """Those that took longer than later ones will."""
+        """How many calls took longer than later ones will."""
         return self.trials + self.watched
 
 
@@ -58,7 +58,7 @@ _known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
 
 
 def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeCall | None:
-    """What is known of such a call, if it is to be computed whole."""
+    """What is known of calls with these arguments, if they are to be computed whole."""
     known = _known.get(module)
     if known is None:
         known = _known[module] = temporary_modules.find_whole_calls(module)

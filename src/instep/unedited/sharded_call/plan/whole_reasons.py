@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 
 class ReasonKind(Enum):
-    """What is decided by a reason."""
+    """For which calls a reason holds."""
 
     LASTING = auto()
     """It holds for all calls like this one."""
@@ -46,7 +46,7 @@ class WholeReason:
         return cls(text) if text else None
 
     def followed_by(self, text: str) -> WholeReason:
-        """The same, with more text at the end."""
+        """This reason with more text at the end."""
         return replace(self, text=self.text + text)
 
 

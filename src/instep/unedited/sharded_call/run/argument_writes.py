@@ -142,7 +142,7 @@ class TensorAttributes:
         self._before = [dict(part.__dict__) for part in call.parts]
 
     def find(self) -> tuple[AttributePlace, ...]:
-        """Those that were set to tensors, or to containers with tensors and values in them."""
+        """The attributes that were set to tensors, or to containers of tensors and values."""
         return tuple(
             (k, name)
             for k, (part, before) in enumerate(zip(self._call.parts, self._before, strict=True))

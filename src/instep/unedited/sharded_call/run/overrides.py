@@ -154,7 +154,7 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _output_of_shards(call: LayerCall) -> Tensor | None:
-    """That of this shard, computed with those of others; None if it must be computed alone."""
+    """This shard's output, computed with those of others; None if it must be computed alone."""
     region, rows = current_region(), rows_of(call.weight)
     assert region is not None
     assert rows is not None

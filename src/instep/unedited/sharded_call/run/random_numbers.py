@@ -91,7 +91,7 @@ class DrawRowDims:
         return _likely_row_dim(shape, block, dims)
 
     def order_of(self, draw: Draw, local: Tensor, dim: int) -> MemoryOrder:
-        """Of the draw for the whole batch, of which `local` is for this rank's rows."""
+        """The memory order of a draw for the whole batch; `local` is that for this rank's rows."""
         if draw in self.found and local.shape[dim] == 1:
             return self.found[draw].order
         return memory_order(local)
@@ -296,7 +296,7 @@ class GlobalBatchDraws:
 
 
 def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Of what is drawn; () where it is not known."""
+    """The shape of what is drawn; () where it is not known."""
     if _is_factory(name, args, kwargs):
         return tuple(args[_place_of_size(args)])
     first = args[0] if args else kwargs.get("self")

@@ -213,7 +213,7 @@ _DESCRIBING = frozenset(
 
 
 def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> ShardedOutput | None:
-    """The same rows in another shape; None if they would not remain each rank's own."""
+    """An output's rows in another shape; None if they would not remain each rank's own."""
     if not output.is_on_ranks():
         return None
     block = output.block

@@ -36,7 +36,7 @@ def as_plain(value: Any) -> Any:
 
 
 def with_attributes_of(like: Tensor, plain: Tensor) -> Tensor:
-    """These elements with the class and the attributes of `like`; differentiable."""
+    """The elements of `plain` with the class and the attributes of `like`; differentiable."""
     with DisableTorchFunctionSubclass():
         tensor = plain.as_subclass(type(like))
     tensor.__dict__.update(like.__dict__)

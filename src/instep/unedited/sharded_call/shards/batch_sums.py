@@ -40,7 +40,7 @@ class _SumCall:
     kwargs: dict[str, Any]
 
     def run(self) -> Any:
-        """As without instep."""
+        """Compute it as without instep."""
         return self.original(self.tensor, *self.args, **self.kwargs)
 
     def is_over_first_dim(self) -> bool:

@@ -45,7 +45,7 @@ _bucket_numbers = count()
 
 
 class BucketMembers(NamedTuple):
-    """Some of a list of parameters, and the bucket in which their gradients are summed."""
+    """A bucket, and the parameters of a list whose gradients are summed in it."""
 
     bucket: GradBucket | None
     members: list[int]

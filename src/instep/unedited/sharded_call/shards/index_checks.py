@@ -30,7 +30,7 @@ class IndexChecks(OperationMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs so; of its operations only those that have kernels are seen."""
+        """Whether compiled code runs as such here; only operations with kernels are seen."""
         return True
 
     def __torch_dispatch__(

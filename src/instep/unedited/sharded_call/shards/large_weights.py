@@ -53,7 +53,7 @@ class CollectedRows:
         self._found: list[tuple[int, _RowKind, Tensor, Tensor]] = []
 
     def add(self, layer: WeightedLayer, grads: Tensor, inputs: Tensor) -> None:
-        """Of one call of the layer: (rows, out, ...) and (rows, in, ...)."""
+        """Add one call's gradients (rows, out, ...) and inputs (rows, in, ...) of the layer."""
         kind = _RowKind(layer, tuple(grads.shape[1:]), tuple(inputs.shape[1:]))
         self._found.append((current_graph_task_id(), kind, grads, inputs))
 

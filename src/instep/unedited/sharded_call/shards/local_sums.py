@@ -73,7 +73,7 @@ def _groups(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class _SumOverShards(torch.autograd.Function):
-    """Of each parameter an alias for each shard; their gradients are added up along the tree."""
+    """An alias of each parameter for each shard, whose gradients are added up along the tree."""
 
     @staticmethod
     def forward(ctx: Any, shards: int, *parameters: Tensor) -> tuple[Tensor, ...]:

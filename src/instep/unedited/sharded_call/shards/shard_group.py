@@ -101,7 +101,10 @@ class ShardGroup:
         return self.sum_over_ranks(tree_sum(by_shard))
 
     def sum_over_ranks(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The same from the sums over this rank's shards, which it may overwrite. Collective."""
+        """The sums over all shards, from those over this rank's, which may be overwritten.
+
+        Collective.
+        """
         totals = [total.contiguous() for total in own]
         if self.transport.in_place and totals[0].dtype in _SUMMED_BY_TREE:
             self.transport.all_reduce_each(totals, "sum")

@@ -108,7 +108,7 @@ class ShardThreads:
 
     @property
     def number(self) -> int:
-        """That of the function on this thread."""
+        """The number of the function on this thread."""
         return int(self._thread.number)
 
     def meet(self, value: Any, joint: Joint, place: Hashable = None) -> Any:

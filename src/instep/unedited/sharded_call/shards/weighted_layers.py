@@ -76,8 +76,8 @@ class Convolution:
 
     @classmethod
     def of(cls, dims: int, options: Sequence[Any]) -> Convolution | None:
-        """That with these arguments `stride, padding, dilation, groups`, over so many dimensions;
-        None if it has groups, or a padding with a name."""
+        """The convolution with `options` (stride, padding, dilation, groups) over so many
+        dimensions; None if it has groups, or a padding with a name."""
         *sizes, groups = options
         if groups != 1 or isinstance(options[1], str):
             return None

@@ -88,7 +88,7 @@ class WholeGradients:
         return all(grad is None or bool(grad.isfinite().all()) for grad in grads)
 
     def sum_errors(self, outputs: Sequence[Any]) -> list[float]:
-        """Of the forward's own outputs, computed anew: see `VectorJacobianProducts.sum_errors`."""
+        """See `VectorJacobianProducts.sum_errors`; of the forward's own outputs, computed anew."""
         with self._noting_state():
             return self._products.sum_errors(outputs, self._own)
 

@@ -177,7 +177,7 @@ def _show_aliases(
 
 
 def gather_arguments(call: BoundCall) -> BoundCall:
-    """The same call with whole tensors for arguments that are sharded. Collective."""
+    """The call with whole tensors for arguments that are sharded. Collective."""
     return call.map_arguments(_gathered)
 
 
