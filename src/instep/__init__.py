@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from instep.distributed.rendezvous.bootstrap import init
     from instep.errors import InstepError
     from instep.launch.spawn import spawn
+    from instep.training.accumulation import accumulate, no_sync
     from instep.training.buckets.compression import PowerSGD
     from instep.training.checkpoint.checkpoint import Checkpoint
-    from instep.training.gradients import accumulate, no_sync, weight
+    from instep.training.gradients import weight
     from instep.training.metrics import Accuracy, Mean, Metric, gather_rows
     from instep.training.replicas import replicate
     from instep.training.shards import shard
@@ -75,7 +76,7 @@ _MODULES = {
     "Metric": "training.metrics",
     "PowerSGD": "training.buckets.compression",
     "World": "distributed.identity.world",
-    "accumulate": "training.gradients",
+    "accumulate": "training.accumulation",
     "all_gather": "distributed.communication.exchanges",
     "all_gather_object": "distributed.communication.objects",
     "all_reduce": "distributed.communication.collectives",
@@ -88,7 +89,7 @@ _MODULES = {
     "gather_rows": "training.metrics",
     "group": "distributed.communication.groups",
     "init": "distributed.rendezvous.bootstrap",
-    "no_sync": "training.gradients",
+    "no_sync": "training.accumulation",
     "on_main_process": "distributed.communication.scopes",
     "print": "distributed.communication.scopes",
     "progress": "distributed.communication.scopes",

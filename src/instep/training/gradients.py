@@ -8,10 +8,10 @@ it, and nothing below the root needs to know it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
+from instep.training.accumulation import is_summing
 from instep.training.autograd_graph import Root, roots_of
 from instep.training.batches import progress, registry
 from instep.training.batches.candidates import BatchCandidates
@@ -40,81 +41,6 @@ from instep.training.forward_calls import ForwardCall, find_calls, find_leaves, 
 from instep.training.losses import averages
 from instep.training.losses.closures import note_loss
 from instep.training.losses.divisors import check_divisors, is_first_of_kind, may_be_by_whole
-
-T = TypeVar("T")
-
-_sync = True
-_accumulating: tuple[object, int] | None = None
-"""The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
-batches had been loaded when it got it."""
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Let backward accumulate this rank's gradients only; the next one outside sums them all.
-
-    Between the two `.grad` is this rank's part of the sum. Saves messages in gradient accumulation;
-    the gradient in the end is the same. Gradients with hooks of the script's own are summed in
-    every backward: a hook runs once for each, and must see the sum.
-    """
-    global _sync
-    before, _sync = _sync, False
-    try:
-        yield
-    finally:
-        _sync = before
-
-
-def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
-    """The batches of `loader`, and after which the optimizer steps (gradient accumulation).
-
-        for (x, y), is_last in instep.accumulate(loader, 4):
-            loss = loss_function(model(x), y) / 4
-            loss.backward()
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    The optimizer steps after every `steps` batches, and after the last batch of the loader, so that
-    no gradient is left over. Gradients are summed over the ranks in the backwards before a step
-    only: the others are as inside of `no_sync`, until a batch is requested from another loader with
-    gradients enabled, or the loop is left. The gradient in the end is the same as without it.
-
-    Args:
-        loader: what `instep.shard` returned, or anything with a length.
-        steps: the number of batches for each step of the optimizer.
-
-    Raises ValueError for steps below 1, TypeError for a loader without a length.
-    """
-    if steps < 1:
-        raise ValueError(f"steps is a number of batches, from 1 on, not {steps!r}.")
-    try:
-        total = len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"{type(loader).__name__} has no length, so its last batch is not known before it is "
-            "over. Use instep.no_sync, and step when the loop has ended."
-        ) from None
-    return _accumulate(loader, steps, total)
-
-
-def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T, bool]]:
-    global _accumulating
-    loop = object()
-    try:
-        for count, batch in enumerate(loader, start=1):
-            count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
-            is_last = count % steps == 0 or count == total
-            _accumulating = None if is_last else (loop, progress.current.loaded)
-            yield batch, is_last
-    finally:
-        if _accumulating is not None and _accumulating[0] is loop:
-            _accumulating = None
-
-
-def _is_summing() -> bool:
-    """Whether backward sums gradients now. A loop of `accumulate` that was left may live on."""
-    return _sync and (_accumulating is None or _accumulating[1] != progress.current.loaded)
 
 
 def weight(count: Tensor | float | None) -> None:
@@ -288,7 +214,7 @@ def _backward_of_replicas(
             finite = FiniteCheck(roots, rows, get_transport().rank)
         state = BackwardState(
             is_placeholder=is_placeholder,
-            sync=_is_summing(),
+            sync=is_summing(),
             has_no_number=has_no_number,
             finite_check=finite,
         )
@@ -315,7 +241,7 @@ def _check_divisors(roots: tuple[Root, ...], call: ForwardCall) -> None:
     """Warn of a loss that is no mean over rows, where the models are compared, and at the first
     batches of other sizes. Collective."""
     check: DriftCheck | None = getattr(call.replica, "drift_check", None)
-    if check is None or call.block is None or not _is_summing():
+    if check is None or call.block is None or not is_summing():
         return
     is_first = is_first_of_kind(call.replica, call.block)
     if is_first or may_be_by_whole(call.replica) or check.is_due():
