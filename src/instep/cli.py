@@ -78,13 +78,23 @@ class _CommandParser(_Parser):
 
 
 def _unknown_option(word: str, known: Iterable[str], command: str) -> CommandLineError:
-    near = get_close_matches(word, [*known], n=1, cutoff=_SIMILAR)
-    hint = f"; did you mean {near[0]}?" if near else "."
-    if not near and command.rpartition(" ")[2] in WITH_PROGRAM:
-        from instep.launch.job import FILE_FOR_ALL
+    from instep.launch.default_ranks import RANKS, find_in_other_launchers
+    from instep.launch.job import FILE_FOR_ALL
 
-        is_program = word in ("-c", "-")
-        hint += f" {FILE_FOR_ALL if is_program else 'Options of the script come after its name.'}"
+    near = get_close_matches(word, [*known], n=1, cutoff=_SIMILAR)
+    name = command.rpartition(" ")[2]
+    if name == "run" and (advice := find_in_other_launchers(word)):
+        hint = f". {advice}"
+    elif name == "env" and word in RANKS:
+        hint = ". It is started as a script is: instep run -n 2 -m instep env."
+    elif near:
+        hint = f"; did you mean {near[0]}?"
+    elif name in WITH_PROGRAM and word in ("-c", "-"):
+        hint = f". {FILE_FOR_ALL}"
+    elif name in WITH_PROGRAM:
+        hint = ". Options of the script come after its name."
+    else:
+        hint = "."
     return CommandLineError(f"there is no option {word}{hint} See {command} --help.")
 
 

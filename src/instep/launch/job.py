@@ -20,6 +20,7 @@ _BYTES_PER_RANK = 128 << 20
 """Memory of its own, once PyTorch is imported: 145 MiB with PyTorch 2.13 on a CPU."""
 _NAME_A_SCRIPT = "Name a Python script."
 FILE_FOR_ALL = "Each rank reads the program from a file: write it into one."
+_LAUNCHERS = ("accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "torchrun")
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
@@ -127,8 +128,12 @@ def _advise(path: str) -> str:
     """Advice for a program that is not a file."""
     if is_python(path):
         return f"Leave {path} out: the script's name comes first."
+    if os.path.basename(path) in _LAUNCHERS:
+        return f"Leave {path} out: instep run starts the ranks itself."
     if is_module(path):
         return f"If the module is meant, write -m {path}."
+    if os.path.isfile(path.partition(" ")[0]):
+        return f"Leave the quotes out: {path}"
     if path.isdecimal():
         return f"If a number of ranks is meant, write -n {path} before the script's name."
     folder, name = os.path.split(path)
