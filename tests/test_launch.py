@@ -693,8 +693,9 @@ def test_other_launchers_words_for_the_number_of_ranks_are_taken(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "usage: instep "),
-        ("help", "usage: instep "),
+        ("", "usage: instep COMMAND ...\n"),
+        ("help", "usage: instep COMMAND ...\n"),
+        ("check --help", "usage: instep check "),
         ("help run", "usage: instep run [-n N]"),
         ("--version", f"instep {instep.__version__}\n"),
     ],

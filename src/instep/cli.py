@@ -43,7 +43,15 @@ imported, so that a job starts fast; completion, the last, reads the parsers of 
 WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments."""
 
+_DESCRIPTION = """\
+Write for one process, run on many, get the same numbers. train.py stands for your own script:
 
+    instep check train.py                     read it for mistakes that show on several processes
+    instep run -n 4 train.py                  run it on four processes
+    instep verify -n 1,2 --steps 20 train.py  compare its numbers with those of one process
+
+`instep COMMAND --help` describes a command.
+"""
 _SCRIPT = "SCRIPT"
 """The metavar of options whose value is itself a Python script."""
 _SIMILAR = 0.75
@@ -269,10 +277,19 @@ def _check_values(argv: Sequence[str], parser: _Parser, *, has_program: bool) ->
 
 def _parser(name: str) -> _Parser:
     """A parser for the command of this name, or for all commands if there is none of this name."""
-    parser = _Parser("instep", description="Write for one process, run on many.")
+    parser = _Parser(
+        "instep",
+        usage="instep COMMAND ...",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     parser.commands = parser.add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_CommandParser
+        prog="instep",
+        metavar="COMMAND",
+        title="commands",
+        required=True,
+        parser_class=_CommandParser,
     )
     for known, home in COMMANDS.items():
         if name not in COMMANDS or name in (known, "completion"):

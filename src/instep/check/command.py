@@ -25,7 +25,7 @@ def add_command(subparsers: Subparsers) -> None:
     """Add `check` to the subcommands of `instep`; it sets `command(arguments, ()) -> exit code`."""
     parser = subparsers.add_parser(
         "check",
-        help="find mistakes of parallel training in scripts, without running them",
+        help="find mistakes of parallel training in scripts",
         description="Find mistakes that training scripts make on several processes. Nothing is run "
         "or imported. Exit code: 0 no findings, 1 findings, 2 a file could not be read.",
         formatter_class=argparse.HelpFormatter,

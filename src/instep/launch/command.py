@@ -31,6 +31,10 @@ from instep.unedited import bitwise
 RUN = """\
 Run a script on N processes (ranks) of this host, as `python script.py` runs it on one.
 
+    instep run -n 4 train.py --lr 0.1
+    instep run -n 4 --checkpoint runs/first train.py
+    instep run --hosts a:4,b:4 train.py
+
 A script that was written for one process needs no change. Every rank runs it, each call of a
 module is divided among the ranks, and the script sees, prints and writes what one process would.
 A script that uses instep or torch.distributed itself runs as it is on every rank, and so does any
@@ -91,11 +95,7 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes",
         description=RUN,
-        usage="instep run [-n N] [--plain] [--load own|whole] [--checkpoint FOLDER] [--bitwise V] "
-        "[--output prefix|rank0|DIR] [--timeline FILE] [--max-restarts K [--min M]] "
-        "[--hosts HOST:N,HOST:N | --nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)]"
-        " "
-        "(script.py | -m module) [args ...]",
+        usage="instep run [-n N] [options] (script.py | -m module) [args ...]",
     )
     parser.add_argument(*RANKS, dest="n", type=_number_of_ranks, metavar="N", help=NUMBER)
     parser.add_argument(
