@@ -46,7 +46,7 @@ def choose_number_of_ranks(
     CommandLineError if -n stands behind the script, or if the job has other hosts, which must have
     the same number.
     """
-    refuse_number_behind_script(program)
+    check_program(program)
     # Not at the top: a job with -n must start fast, and needs none of it.
     from instep.distributed.identity.accelerators import find_on_host
 
@@ -71,7 +71,7 @@ def choose_number_of_ranks(
     return ranks
 
 
-def refuse_number_behind_script(program: Sequence[str], command: str = "run") -> None:
+def check_program(program: Sequence[str], command: str = "run") -> None:
     """Raise CommandLineError if -n stands behind the script's name, where it is the script's.
 
     `command`: that of `instep`, which has no -n before the script. One number, or several with

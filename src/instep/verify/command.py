@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.errors import CommandLineError
-from instep.launch.default_ranks import refuse_number_behind_script
+from instep.launch.default_ranks import check_program
 from instep.launch.job import Job
 from instep.launch.signals import exit_on_signal
 from instep.process import settings
@@ -63,7 +63,7 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     """Verify the script and return the exit code. Raises CommandLineError, VerificationError."""
     settings.check_variables()
     if asked.n is None:
-        refuse_number_behind_script(program, "verify")
+        check_program(program, "verify")
         line = shlex.join(program) or "train.py"
         raise CommandLineError(f"say at which numbers of ranks: instep verify -n 1,2 {line}")
     if (tasks := launchers.detect_tasks().size) > 1:
