@@ -341,6 +341,23 @@ def test_a_module_that_does_not_exist_is_named(launch: Launch) -> None:
     assert result.stderr.endswith("ModuleNotFoundError: No module named 'nowhere'\n")
 
 
+def test_a_module_that_another_python_may_have_is_looked_for_there(launch: Launch) -> None:
+    other = launch.folder / "bin" / "python"
+    other.parent.mkdir()
+    other.touch(mode=0o755)
+    script = launch.script("import no_such_package")
+    own = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    seen = {
+        path: launch.run("-n", 1, script, environ={"PATH": path}).stderr
+        for path in (f"{other.parent}:{own}", own)
+    }
+    assert all("No module named 'no_such_package'" in said for said in seen.values())
+    notes = [
+        f"the command python of this shell is {other}. If the" in said for said in seen.values()
+    ]
+    assert notes == [True, False]
+
+
 def test_the_script_may_spawn_processes_that_find_its_functions(launch: Launch) -> None:
     script = launch.script("""
         import multiprocessing

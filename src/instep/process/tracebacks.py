@@ -6,6 +6,7 @@ import contextlib
 import errno
 import linecache
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -93,6 +94,18 @@ def note_thread_limit(error: BaseException) -> None:
         cause.add_note(
             "The system lets this user or container start no more processes and threads (ulimit "
             "-u; pids.max of the control group). Each rank needs some 40."
+        )
+
+
+def note_interpreter(error: BaseException) -> None:
+    """Add to the error of a missing module which Python it is missing in, if the shell's `python`
+    is of another installation, or of another virtual environment."""
+    found = shutil.which("python") or sys.executable
+    folder, other = (os.path.realpath(os.path.dirname(path)) for path in (sys.executable, found))
+    if isinstance(error, ModuleNotFoundError) and folder != other:
+        error.add_note(
+            f"instep runs the script with {sys.executable}; the command python of this shell is "
+            f"{found}. If the module is there, install instep there, too."
         )
 
 

@@ -30,6 +30,7 @@ from instep.process.tracebacks import (
     format_error,
     format_traceback,
     is_caused_by_another_rank,
+    note_interpreter,
     note_thread_limit,
     script_line,
     trim_traceback,
@@ -144,6 +145,7 @@ class ExitReporter:
     def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
         """Report an exception that escaped from the script."""
         note_thread_limit(error)
+        note_interpreter(error)
         client = sys.modules.get("instep.distributed.watchdog.client")  # if the ranks have met
         if client is not None:
             note_condition(error)
