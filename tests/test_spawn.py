@@ -43,6 +43,10 @@ def test_no_descriptor_is_left_open():
 def test_a_function_that_takes_other_arguments_is_refused_before_a_rank_starts():
     with pytest.raises(TypeError, match=r"place: .* calls it with the local rank, and then with"):
         instep.spawn(place)
+    with pytest.raises(
+        TypeError, match=r"a function, not 'train\.py'\. .*: !instep run -n 2 train"
+    ):
+        instep.spawn("train.py", nprocs=2)
     assert instep.spawn(max, (3, 2), nprocs=1) == [3]
 
 

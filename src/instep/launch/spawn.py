@@ -50,10 +50,15 @@ def spawn(
 
     When it returns or raises, no process of the job is left on this host. Raises RankFailedError
     with the traceback of the rank that failed first, CannotSendError, LaunchError if the job
-    cannot start, KeyboardInterrupt if this process gets SIGINT, and TypeError if `fn` does not
-    take these arguments.
+    cannot start, KeyboardInterrupt if this process gets SIGINT, and TypeError if `fn` is no
+    function or does not take these arguments.
     """
     check_size(nprocs, "nprocs")
+    if not callable(fn):
+        raise TypeError(
+            f"instep.spawn calls a function, not {fn!r}. A script is started on the command line, "
+            f"or in a notebook's cell: !instep run -n {nprocs} train.py"
+        )
     _check_arguments(fn, args)
     if ray is not None:
         return run_actors(fn, args, nprocs, ray)
