@@ -369,6 +369,22 @@ def test_a_program_instead_of_a_command_is_run_in_this_process(tmp_path, spellin
     assert argv[0].endswith("here.py")
     assert path == str(folder)
     assert has_cwd == (spelling == "module")
+    program = " ".join(command)
+    assert ran.stderr == (
+        f"instep: no launcher's variables are set, so one process runs {program}. For several: "
+        f"instep run -n 2 {program}\n"
+    )
+
+
+def test_the_only_rank_of_a_launcher_says_nothing_about_their_number(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **alone),
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("trained\n", "")
 
 
 def test_a_word_that_is_neither_a_command_nor_a_file_is_an_error_of_one_line(capsys):

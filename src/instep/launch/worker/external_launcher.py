@@ -7,6 +7,7 @@ so on), so that scripts which call init_process_group themselves work under mpir
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from instep.launch.multi_node.supervisor_rendezvous import (
     join_rendezvous,
 )
 from instep.launch.rank_variables import world_variables
-from instep.process import settings
+from instep.process import print_line, settings
 from instep.unedited import session
 
 _MASTER = {"MASTER_ADDR", "MASTER_PORT"}
@@ -32,12 +33,17 @@ _TORCHS = {"RANK", "WORLD_SIZE", *_MASTER}
 def prepare(command: Sequence[str]) -> None:
     """Set this process's environment as `instep run` sets that of a rank, if there is a launcher.
 
-    Waits for the other ranks if the launcher gives no MASTER_ADDR. Starts this program again if
-    strings would hash differently on the ranks. Raises LaunchError.
+    Prints a line if there is none. Waits for the other ranks if the launcher gives no MASTER_ADDR.
+    Starts this program again if strings would hash differently on the ranks. Raises LaunchError.
     """
     settings.check_variables()
     world = launchers.detect()
     if world == World():
+        program = shlex.join(command[: 1 + (command[0] == "-m")])
+        print_line(
+            f"no launcher's variables are set, so one process runs {program}. For several: "
+            f"instep run -n 2 {program}"
+        )
         return
     launchers.note_launcher()
     if world.size > 1:
