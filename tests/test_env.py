@@ -135,11 +135,14 @@ def test_what_is_wrong_on_one_rank_is_shown() -> None:
     assert "versions    torch 2\n" in text
     assert "scratch     /tmp (9.0 GiB free)\n" in text
     assert "barrier     3.00  rank 1: WRONG RESULT" in text
+    assert "To test several" not in text
 
 
 def test_alone_it_is_a_world_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
-    assert "ranks       1 on 1 host" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "ranks       1 on 1 host" in told
+    assert told.endswith("To test several: instep run -n 2 -m instep env\n\n")
 
 
 @pytest.mark.launch

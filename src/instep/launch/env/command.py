@@ -95,6 +95,8 @@ def format_report(report: Facts) -> str:
     if trainings := report.get("trainings"):
         head = ("training", "seconds", "difference to one process", "result")
         lines += ["", *_columns([head, *_trainings(trainings)])]
+    if job["ranks"] == 1:
+        lines += ["", "One rank sends nothing. To test several: instep run -n 2 -m instep env"]
     return "\n".join(lines) + "\n"
 
 
