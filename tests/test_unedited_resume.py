@@ -294,7 +294,9 @@ best = train(best)
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
-def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
+def _run(
+    folder: str, checkpoint: str, arguments: tuple[str, ...], variables: dict[str, str]
+) -> None:
     from instep.launch.worker import program
 
     gc.freeze()
@@ -303,12 +305,14 @@ def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
     os.environ.update(INSTEP_SEED="5", INSTEP_CHECKPOINT=checkpoint, **variables)
     with open("errors.txt", "a") as errors:
         os.dup2(errors.fileno(), 2)
-    program.run_program(["train.py"])
+    program.run_program(["train.py", *arguments])
 
 
-def run(folder: Path, name: str = "saved", **variables: str) -> int | None:
+def run(
+    folder: Path, name: str = "saved", *, arguments: tuple[str, ...] = (), **variables: str
+) -> int | None:
     """The script in a folder, in a process of its own: its exit code."""
-    process = forkserver.Process(target=_run, args=(str(folder), name, variables))
+    process = forkserver.Process(target=_run, args=(str(folder), name, arguments, variables))
     process.start()
     process.join(60)
     return process.exitcode
@@ -499,6 +503,16 @@ def test_a_script_that_cannot_be_saved_is_refused_with_the_reason(tmp_path, text
     folder = place(tmp_path / "refused", text)
     assert run(folder) == 1
     assert reason in (folder / "errors.txt").read_text()
+
+
+def test_other_arguments_than_those_of_the_saved_run_are_named(tmp_path) -> None:
+    folder = place(tmp_path / "other", MODULE_LEVEL)
+    for arguments in (("--lr", "0.1"), ("--lr", "0.1"), ("--lr", "0.2")):
+        assert run(folder, arguments=arguments) == 0
+    same, other = (folder / "errors.txt").read_text().splitlines()
+    assert "resumed from" in same
+    assert "other arguments" not in same
+    assert "; it was saved with other arguments, --lr 0.1, and what is saved" in other
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:

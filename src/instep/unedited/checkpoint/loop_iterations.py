@@ -6,6 +6,7 @@ Everything that the script holds at that point is what a process needs to go on 
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -152,6 +153,7 @@ class _Loop:
         self._iteration = 0
         self._first: int | None = None
         """The value of the first iteration, if it is a number."""
+        self._arguments = sys.argv[1:]
         self._has_saved = False
         self._saved_at = self._cost = 0.0
 
@@ -186,6 +188,13 @@ class _Loop:
         self._first = state["position"]["first"]
         self.was_left = state["position"]["was_left"]
         _restore_streams(state["streams"])
+        saved = state["position"].get("arguments", self._arguments)
+        if saved != self._arguments:
+            problems = [
+                *problems,
+                f"it was saved with other arguments, {shlex.join(saved) or 'none'}, and what is "
+                "saved (such as the optimizer's learning rate) is as those have set it",
+            ]
         if self._rank == 0:
             self._files.begin_notes(self._folder.name, self._iteration)
             line = (
@@ -277,6 +286,7 @@ class _Loop:
                 "line": self._line,
                 "first": self._first,
                 "was_left": self.was_left,
+                "arguments": self._arguments,
             },
             "streams": _streams(),
             "script": encode(self._before, ScriptObjects(find_scopes(frame))),
