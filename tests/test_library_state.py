@@ -159,12 +159,36 @@ class Coupled(nn.Linear):
         return scores - torch.weight_of_mean * scores.mean(0)  # type: ignore[attr-defined, no-any-return]
 
 
+def set_by_its_name(value: float) -> None:
+    torch.weight_of_mean = value  # type: ignore[attr-defined]
+
+
+def set_by_a_text(value: float) -> None:
+    for name, option in {"strength_of_mean": value}.items():
+        setattr(torch, name, option)
+
+
+class CoupledByAText(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        return scores - torch.strength_of_mean * scores.mean(0)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "set_weight"),
+    [
+        (Coupled, "weight_of_mean", set_by_its_name),
+        (CoupledByAText, "strength_of_mean", set_by_a_text),
+    ],
+)
 @ranks(2)
-def test_a_number_that_the_script_sets_in_a_library_is_compared_when_it_changes() -> None:
-    model, x = Coupled(6, 3), torch.randn(6, 6)
-    with attribute_of(torch, "weight_of_mean", 0.0), sharding():
+def test_a_number_that_the_script_sets_in_a_library_is_compared_when_it_changes(
+    kind: type[nn.Linear], name: str, set_weight: Callable[[float], None]
+) -> None:
+    model, x = kind(6, 3), torch.randn(6, 6)
+    with attribute_of(torch, name, 0.0), sharding():
         for k in range(6):
-            torch.weight_of_mean = float(k > 3)  # type: ignore[attr-defined]
+            set_weight(float(k > 3))
             scores = model(x)
     expected = functional.linear(x, model.weight, model.bias)
     torch.testing.assert_close(scores, expected - expected.mean(0))

@@ -12,11 +12,14 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from instep.training.pytree import PLAIN
 from instep.unedited.objects.referents import is_empty_cell
 from instep.unedited.objects.script_code import is_of_script, named_modules, names_in, script_files
 from instep.unedited.objects.syntax_trees import tree_of
 
 _NAMESPACES = ("__dict__", "__globals__")
+_ANY = "*"
+"""For the name that is given to `setattr` as a variable: any value that is plain may be set."""
 _IMMUTABLE = 1 << 8
 """Py_TPFLAGS_IMMUTABLETYPE, of a class whose attributes nobody can set."""
 
@@ -31,23 +34,30 @@ def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tupl
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     free = {name: cell.cell_contents for name, cell in cells if not is_empty_cell(cell)}
     attributes = _set_by_script(len(sys.modules))
+    wanted = named | {_ANY}
     places = {
-        base: tuple(sorted(named & attributes[base]))
+        base: attributes[base]
         for base in (*named, *free, "")
-        if base in attributes and not named.isdisjoint(attributes[base])
+        if base in attributes and not wanted.isdisjoint(attributes[base])
     }
     if not places:
         return
     modules = dict(named_modules(function))
     spaces = (function.__globals__, free, modules, *map(vars, modules.values()))
-    for base, names in places.items():
+    for base, names_set in places.items():
         values = {id(space[base]): space[base] for space in spaces if base in space}
         if not base:  # of a module that is found by a text, or passed to the function, say
             own = (each for each in function.__globals__.values() if _is_module(each))
             values = {id(module): module for module in (*modules.values(), *own)}
         for value in values.values():
-            if (where := _where(value)) is not None:
-                yield f"{base or value.__name__}.", where, names
+            if (where := _where(value)) is None:
+                continue
+            names = named & names_set
+            if _ANY in names_set:
+                space = vars(where) if isinstance(where, type) else where
+                names |= {name for name in named if isinstance(space.get(name), PLAIN)}
+            if names:
+                yield f"{base or value.__name__}.", where, tuple(sorted(names))
 
 
 def is_replaced(name: str, space: Mapping[str, Any]) -> bool:
@@ -143,8 +153,9 @@ def _pair_of(node: ast.AST) -> tuple[str, str] | None:
             if isinstance(space, ast.Name) and key.value.isidentifier():
                 return space.id, key.value
     found = _arguments_of("setattr", node)
-    if len(found) > 2 and isinstance(found[1], ast.Constant):
-        return _last_name(found[0]), str(found[1].value)
+    if len(found) == 3:
+        name = found[1]
+        return _last_name(found[0]), str(name.value) if isinstance(name, ast.Constant) else _ANY
     return None
 
 
