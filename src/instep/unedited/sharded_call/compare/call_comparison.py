@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.compare.whole.whole_gradients import StatePair
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.control_flow import stop_at_branches
+from instep.unedited.sharded_call.plan.control_flow import floats_read, stop_at_branches
 from instep.unedited.sharded_call.plan.division import Division, is_entries
 from instep.unedited.sharded_call.plan.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan, with_entries
@@ -47,6 +48,8 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 USES_FOREIGN_LEAF = "its forward uses a tensor from outside that requires a gradient"
+_READS_FLOATS = "its forward reads a float from a tensor (as by item) that depends on the rows"
+_FLOAT_TOLERANCE = 1e-3
 _HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
 """How far a sharded call was the same as the whole one."""
 NOTHING_RIGHT = (_HAS_RUN, 0)
@@ -77,6 +80,8 @@ class CallComparison:
         """Whether its arguments and gradients are such that they tell rows apart."""
         self._has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
+        self._floats: list[float] = []
+        """What the last sharded call has read on this rank (see `floats_read`)."""
         self.progress = (0, 0)
         """How far the last sharded call was the same: `_HAS_RUN` and so on, and of a call that has
         run, how many of its outputs were right."""
@@ -159,7 +164,7 @@ class CallComparison:
         region, local, start = self._run(group)
         after = Snapshot(call)
         why = self._tolerances.find_difference(after, StatePair(reference.before, reference.after))
-        why = why or self._find_foreign_leaf(local, start)
+        why = why or self._find_foreign_leaf(local, start) or self._find_other_floats()
         outputs = self._plan_outputs(local, region, why)
         self.progress = (_HAS_OUTPUTS, 0)
         if why:
@@ -212,6 +217,7 @@ class CallComparison:
         start = next_sequence_number()
         with observed(is_silent=True, is_lasting_error=not compiles) as effects:
             region, local, structure = run()
+            self._floats = floats_read()
         if effects.first is not None and not compiles:
             raise ShardedCallError(f"{effects.first.text} for a part of the batch")
         self._structure = reference.structure
@@ -237,6 +243,13 @@ class CallComparison:
         if not self._has_foreign_leaf:
             return ""
         return USES_FOREIGN_LEAF
+
+    def _find_other_floats(self) -> str:
+        """Say that the forward has read a float from a tensor that the whole one has not; "" if
+        not. Nothing else tells what it does by them: how often a loop repeats, say."""
+        whole = self.reference.forward.floats
+        are_known = all(any(map(partial(_is_close, own), whole)) for own in self._floats)
+        return "" if are_known or self._tolerances.is_proven else _READS_FLOATS
 
     def _plan_outputs(
         self, local: LocalOutputs, region: Region, why: str
@@ -293,6 +306,10 @@ class CallComparison:
             self.call.kept,
             self.sums.same_places(region.group.transport) if self.sums else None,
         )
+
+
+def _is_close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_FLOAT_TOLERANCE) or (a != a and b != b)
 
 
 def _uses_foreign_leaf(outputs: Sequence[Any], start: int, reference: Reference) -> bool:

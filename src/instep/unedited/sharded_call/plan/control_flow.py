@@ -28,7 +28,7 @@ from instep.process.patching import replaced
 from instep.process.torch_private import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
-_READING = ("__bool__", "__int__", "__index__", "item", "tolist", "numpy")
+_READING = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy")
 _WHOLE_NUMBERS = "biu"
 """The kinds of numpy's types of truth values and integers."""
 _MAX_READINGS = 64
@@ -107,6 +107,8 @@ class ForwardTrace:
     ) -> None:
         self.readings: list[list[Any]] = [[]]
         """Of each forward."""
+        self.floats: list[float] = []
+        """What the last forward has read by `item` and `float`."""
         self.is_over = False
         self.thread = threading.get_ident()
         self._codes, self._readings, self._stops = codes, readings, stops
@@ -214,6 +216,13 @@ def begin_forward() -> None:
     """Tell apart what this forward reads and what those before it have read."""
     if _current is not None:
         _current.readings.append([])
+        _current.floats = []
+
+
+def floats_read() -> list[float]:
+    """What the last forward of the trace that is under way, if any, has read by `item` and
+    `float`."""
+    return [] if _current is None else _current.floats
 
 
 def probe_flow() -> AbstractContextManager[Callable[[], bool]]:
@@ -278,6 +287,8 @@ def _noting(method: Any, trace: ForwardTrace) -> Any:
             return value
         if isinstance(value, bool | int):
             trace.readings[-1].append(value)
+        elif isinstance(value, float):
+            trace.floats.append(value)
         elif isinstance(value, list):
             trace.readings[-1].append(str(value))
         elif isinstance(value, ndarray) and value.dtype.kind in _WHOLE_NUMBERS:

@@ -16,6 +16,7 @@ from instep.unedited.sharded_call.compare.side_effects import (
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
+from instep.unedited.sharded_call.plan.control_flow import floats_read
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import (
@@ -46,6 +47,8 @@ class WholeForward:
         with observed() as effects, noted, outside as calls:
             self.value = call.run_whole()
             """What the script gets."""
+        self.floats = floats_read()
+        """What it has read from tensors as floats."""
         outside_change = None if calls is None else calls.find_change()
         self.after = Snapshot(call)
         self.before.note_changes()
