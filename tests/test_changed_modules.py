@@ -4,11 +4,14 @@ values, and by lengths that happen to be those of a rank's rows."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import os
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -260,6 +263,25 @@ class Signed(Calling):
     def forward(self, x: Tensor) -> Tensor:
         y = nn.Linear.forward(self, x)
         return y - float(os.environ.get("INSTEP_TESTS_WEIGHT", "0")) * y.mean(0)
+
+
+class ReadsAFile(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = float(Path("weight.txt").read_text())
+        scores = super().forward(x)
+        return scores - weight * scores.mean(0)
+
+
+@ranks(2)
+def test_a_file_that_a_forward_reads_is_seen_at_the_next_call() -> None:
+    model, x = ReadsAFile(4, 3), torch.randn(ROWS, 4)
+    expected = F.linear(x, model.weight, model.bias)
+    with TemporaryDirectory() as folder, contextlib.chdir(folder), sharding():
+        for weight in (0, 0, 0, 1):
+            Path("weight.txt").write_text(f"{weight}")
+            scores = model(x)
+        assert modules.call_counts.sharded == 3
+    torch.testing.assert_close(scores, expected - expected.mean(0))
 
 
 @ranks(2)

@@ -305,6 +305,7 @@ class CallComparison:
             self.stored or (),
             self.call.kept,
             self.sums.same_places(region.group.transport) if self.sums else None,
+            forward.files,
         )
 
 

@@ -6,6 +6,8 @@ a module from outside.
 
 from __future__ import annotations
 
+import builtins
+import io
 import logging
 import os
 import sys
@@ -32,6 +34,7 @@ from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind,
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
+_OF_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _OF_GRADIENTS = ((Tensor, "register_hook"), (Tensor, "retain_grad"), HOOKED_NODE)
 _MESSAGES = (
     *((ProcessQueue, name) for name in ("put", "get")),
@@ -68,6 +71,8 @@ class SideEffects:
         """What it did first, which rules out sharding."""
         self.warnings: list[PendingWarning] = []
         """What a silent one has warned of: shown if it counts, forgotten if it is made anew."""
+        self.files_read: dict[str, None] = {}
+        """The files that it has opened to read them, but those of packages and of the system."""
         self._thread = threading.current_thread()
 
     def note(self, effect: WholeReason) -> bool:
@@ -76,6 +81,15 @@ class SideEffects:
             return False
         self.first = self.first or effect
         return self.is_silent
+
+    def note_file(self, file: Any) -> None:
+        """Note a file that it opens to read it."""
+        is_path = isinstance(file, str | bytes | os.PathLike)
+        if threading.current_thread() is not self._thread or not is_path:
+            return
+        path = os.path.abspath(os.fsdecode(file))
+        if not (path.startswith(_OF_SYSTEM) or is_library(path)):
+            self.files_read[path] = None
 
     def drops(self, write: Function, text: Any, is_warning: bool) -> bool:
         """Whether a text that is printed is dropped; it is noted unless it is a warning: one of
@@ -124,6 +138,7 @@ def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iter
     methods.append((Tensor, "requires_grad_", _noting_unfreezing(effects)))
     methods += [(owner, name, _noting_message(owner, name, effects)) for owner, name in _MESSAGES]
     methods.append((logging.Handler, "handle", _noting_record(effects)))
+    methods += [(owner, "open", _noting_open(owner, effects)) for owner in (builtins, io)]
     with watched_writes(effects.drops), replaced(*methods):
         before, _current = _current, effects
         try:
@@ -225,6 +240,19 @@ def _noting_message(owner: type, name: str, effects: SideEffects) -> Function:
     def noting(*args: Any, **kwargs: Any) -> Any:
         effects.note_lasting(f"its forward uses what it shares with other processes ({name})")
         return method(*args, **kwargs)
+
+    return noting
+
+
+def _noting_open(owner: Any, effects: SideEffects) -> Function:
+    """`open`, as the script finds it: on a rank other than 0 the file may lie elsewhere."""
+    function: Function = owner.open
+
+    @wraps(function)
+    def noting(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not opens_to_write(mode, 0):
+            effects.note_file(file)
+        return function(file, mode, *args, **kwargs)
 
     return noting
 

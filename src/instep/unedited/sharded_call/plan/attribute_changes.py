@@ -17,6 +17,7 @@ from torch import nn
 
 from instep.training.pytree import PLAIN
 from instep.unedited.objects.code_changes import CodeChanges
+from instep.unedited.objects.file_changes import FileChanges
 from instep.unedited.objects.graph_node import HOOK_TABLES
 from instep.unedited.objects.namespaces import (
     OTHER_OBJECT,
@@ -49,6 +50,7 @@ MAX_IDLE = 16
 _ABSENT = object()
 _PARTS: Key = ("", 0, "parts")
 _CODE: Key = ("", 0, "code")
+_FILES: Key = ("", 0, "files")
 
 
 def is_compared_change(changes: int, calls: int) -> bool:
@@ -66,6 +68,8 @@ class AttributeChanges:
         self._items: list[Items] = []
         self._counters = Counters(())
         self._code = CodeChanges(())
+        self.files = FileChanges()
+        """Those that the forward reads."""
         self._part_tables: list[Iterable[nn.Module | None]] = []
         self._parts: tuple[nn.Module | None, ...] = ()
         self._classes: tuple[type, ...] = ()
@@ -96,7 +100,10 @@ class AttributeChanges:
         _looks += 1
         self.calls, self.last_look = self.calls + 1, _looks
         self.recent = {}
-        for key, value in self._find_changes(by_script=True).items():
+        found = self._find_changes(by_script=True)
+        if self.files.has_changed():
+            found[_FILES] = OTHER_OBJECT
+        for key, value in found.items():
             if key not in self._ignored:
                 self.recent[key] = "" if value is OTHER_OBJECT else repr(value)
                 self._note(key, value)

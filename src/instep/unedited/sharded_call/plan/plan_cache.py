@@ -172,6 +172,8 @@ class CacheEntry:
             attributes = attribute_changes.begin(module)
             self.attributes, self.attributes_due = ref(attributes), attributes.due
         if attributes is not None:
+            if self.plan is not None:
+                attributes.files.watch(self.plan.files)
             attributes.skip()
 
     def _has_new_shapes(self, call: BoundCall) -> bool:

@@ -84,6 +84,8 @@ class ShardingPlan:
     sums_without_rows: frozenset[tuple[str, int, int]] | None = None
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,
     since what they add up has no rows. None: all go over this rank's rows."""
+    files: tuple[str, ...] = ()
+    """Those that its forward reads."""
 
     @cached_property
     def has_values(self) -> bool:
@@ -100,6 +102,7 @@ class ShardingPlan:
             draw_rows={**self.draw_rows, **later.draw_rows},
             draws_outside_torch=self.draws_outside_torch or later.draws_outside_torch,
             changes_attributes=self.changes_attributes or later.changes_attributes,
+            files=tuple(dict.fromkeys((*self.files, *later.files))),
         )
 
     @cached_property

@@ -47,6 +47,8 @@ class WholeForward:
         with observed() as effects, noted, outside as calls:
             self.value = call.run_whole()
             """What the script gets."""
+        self.files = tuple(effects.files_read)
+        """Those that it has read, and libraries have not installed."""
         self.floats = floats_read()
         """What it has read from tensors as floats."""
         outside_change = None if calls is None else calls.find_change()
