@@ -41,6 +41,7 @@ from instep.unedited.sharded_call.compare import equivalence
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
 from instep.unedited.sharded_call.plan import division, plan_cache
+from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run import grad_sums
 from instep.unedited.sharded_call.run.random_numbers import (
@@ -143,6 +144,19 @@ def test_it_is_said_which_calls_may_have_been_sharded_wrongly() -> None:
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 1)
     if instep.rank == 0:
         assert "(calls 6 to 9 were divided)" in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("compared", "text"),
+    [
+        (3, " (calls 4 to 5 were divided): what they"),
+        (4, " (call 5 was divided): what it"),
+        (5, ""),
+    ],
+)
+def test_calls_that_were_divided_are_told_by_their_number(compared: int, text: str) -> None:
+    entry = CacheEntry((), calls=6, last_compared=compared)
+    assert entry.divided_calls().partition(" returned")[0] == text
 
 
 class Ordered(nn.Linear):

@@ -239,12 +239,13 @@ class CacheEntry:
 
     def divided_calls(self) -> str:
         """What a comparison that fails in this call says of those before it; "" for none."""
-        if self.last_compared + 1 >= self.calls:
+        first, last = self.last_compared + 1, self.calls - 1
+        if first > last:
             return ""
-        return (
-            f" (calls {self.last_compared + 1} to {self.calls - 1} were divided): what they "
-            "returned may differ from one process already"
-        )
+        which, they = f"calls {first} to {last} were", "they"
+        if first == last:
+            which, they = f"call {first} was", "it"
+        return f" ({which} divided): what {they} returned may differ from one process already"
 
 
 @dataclass(eq=False)
