@@ -388,7 +388,7 @@ def test_arguments_that_are_tried_begin_nothing() -> None:
 
 class DrawsByItsRows(Around):
     def forward(self, x: Tensor) -> Tensor:
-        draws = [random.random() for _ in range(1 + (x[0, 0].item() > 9))]
+        draws = [random.random() for _ in range(1 + (x[:, 0].numpy()[0] > 9))]
         return self.body(x) * (1 + draws[0])
 
 
