@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import sysconfig
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +267,18 @@ def test_so_is_one_by_torch_distributed_itself():
 def count_in_each_batch(loader):
     for (x,) in loader:  # the last batch has one row, which is the last rank's
         yield torch.tensor(float(len(x)))
+
+
+@ranks(2)
+def test_its_warning_names_the_line_of_the_script_that_calls_an_installed_package():
+    loader = instep.shard(DataLoader(TensorDataset(torch.arange(5.0)), 2))
+    samples = torch.tensor(sum(len(x) for (x,) in loader))
+    package = Path(sysconfig.get_path("purelib"), "metrics.py")
+    names = {"dist": torch.distributed}
+    exec(compile("def reduce(x):\n    dist.all_reduce(x)\n", str(package), "exec"), names)
+    with pytest.warns(InstepWarning, match="INS709") as told:
+        names["reduce"](samples)
+    assert told[0].filename == __file__
 
 
 REDUCTIONS = {

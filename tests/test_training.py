@@ -477,6 +477,16 @@ def test_one_that_was_copied_before_is_named_by_its_statistics(monkeypatch):
 
 
 @ranks(2)
+def test_its_statistics_of_one_row_are_an_error_that_says_so():
+    averaged = torch.optim.swa_utils.AveragedModel(instep.replicate(nn.BatchNorm1d(3)))
+    rows = instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 2))
+    told = pytest.raises(TrainingError, match="has one row of the batch")
+    with warnings.catch_warnings(), told:
+        warnings.simplefilter("ignore")
+        torch.optim.swa_utils.update_bn(rows, averaged)
+
+
+@ranks(2)
 @pytest.mark.parametrize("tracks", [True, False])
 def test_so_is_one_that_norms_by_a_batch_in_evaluation(tracks):
     replicas._copies.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,10 @@ from instep.process import PACKAGE_FOLDER
 
 OUTSIDE_SCRIPT = (PACKAGE_FOLDER, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
 """Files whose frames are not the script's begin with one of these."""
+_INSTALLED = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib", "scripts")}
+)
+"""Files of installed packages, of their commands and of Python itself begin with one of these."""
 
 
 def script_frame(frame: FrameType) -> FrameType:
@@ -22,6 +27,17 @@ def script_frame(frame: FrameType) -> FrameType:
     while frame.f_code.co_filename.startswith(OUTSIDE_SCRIPT) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """From `frame` outward, the first that is the script's and in no installed package, such as
+    torchmetrics; where all are (`python -m package`), the first that is the script's."""
+    first = each = script_frame(frame)
+    while each.f_code.co_filename.startswith((*OUTSIDE_SCRIPT, *_INSTALLED, "<frozen ")):
+        if each.f_back is None:
+            return first
+        each = each.f_back
+    return each
 
 
 def location(frame: FrameType) -> str:
@@ -32,7 +48,8 @@ def location(frame: FrameType) -> str:
 
 
 def warn_at_script_line(text: str) -> None:
-    """Warn (InstepWarning) as if the script's line that leads here did."""
-    frame = script_frame(sys._getframe(1))
+    """Warn (InstepWarning) as if the script's line that leads here did, also through functions of
+    installed packages."""
+    frame = user_frame(sys._getframe(1))
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, InstepWarning, *place)

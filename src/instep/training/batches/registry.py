@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,8 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.exchanges import before_collectives, before_values
 from instep.distributed.communication.scopes import scope_number
-from instep.distributed.flight_record.script_line import warn_at_script_line
-from instep.distributed.watchdog.call_stack import script_line
+from instep.distributed.flight_record.script_line import (
+    location,
+    user_frame,
+    warn_at_script_line,
+)
 from instep.errors import TrainingError
 from instep.process.patching import PatchHandle, patches
 from instep.process.torch_private import is_transformed, unwrap_transformed
@@ -140,7 +144,7 @@ def _look_for_placeholders(reduces: bool) -> None:
     in_loop = not last.is_stale and any(block.has_empty_ranks for block in last.candidates())
     if not (reduces or in_loop):
         return
-    line = script_line()
+    line = location(user_frame(sys._getframe()))
     if line not in _warned:
         _warned.add(line)
         warn_at_script_line(

@@ -15,6 +15,7 @@ from instep.distributed import numbers
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.flight_record.script_line import warn_at_script_line
+from instep.errors import TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, InstanceNorm, disable_compile
 from instep.training import forward_calls
@@ -44,7 +45,12 @@ def _batch_norm(
         return batchnorm.batch_norm(*rest, **kwargs)
     if training and scope is None and running_mean is not None and not torch.is_grad_enabled():
         _look_at_other(input)
-    output: Tensor = original(*rest, **kwargs)
+    try:
+        output: Tensor = original(*rest, **kwargs)
+    except ValueError:
+        if training and scope is None:
+            _check_other(input)
+        raise
     return output
 
 
@@ -60,6 +66,17 @@ def _look_at_other(x: Tensor) -> None:
         "its batch statistics stay this rank's own. Call instep.replicate(model) before, as for "
         "torch.optim.swa_utils.update_bn(loader, model). [INS708]"
     )
+
+
+def _check_other(x: Tensor) -> None:
+    """Raise TrainingError where torch refuses this rank's share of a batch, which is one row."""
+    if len(x) == 1 and get_transport().size > 1 and may_be_share(x):
+        raise TrainingError(
+            "batch normalisation in training needs more than one value per channel, and this "
+            "rank has one row of the batch. The model is no replica, so its statistics are of "
+            "this rank's rows only. Call instep.replicate(model) before, as for "
+            "torch.optim.swa_utils.update_bn(loader, model), or model.eval(). [INS708]"
+        )
 
 
 def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
