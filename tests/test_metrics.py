@@ -362,6 +362,39 @@ def test_a_mean_finds_the_batch_of_a_loss_where_two_loaders_are_in_use(library, 
         assert theirs == pytest.approx(whole, rel=1e-5)
 
 
+ROW_VALUES = {
+    "losses of the rows": lambda mean, losses: mean.update(losses),
+    "their mean": lambda mean, losses: mean.update(losses.sum() / len(losses), len(losses)),
+}
+
+
+def means_of_rows(values):
+    """The means of the rows' losses of two loaders. In the last batches one rank has several rows
+    of the first and the others have one, and only one rank has a row of the second."""
+    torch.manual_seed(0)
+    model = instep.replicate(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.randn(14, 3, generator=torch.Generator().manual_seed(3))
+    loaders = [instep.shard(DataLoader(TensorDataset(rows[:n]), k)) for n, k in ((14, 7), (8, 7))]
+    means = [instep.Mean(), instep.Mean()]
+    for batches in zip(*loaders, strict=True):
+        losses = [model(x).square().flatten() * 0.3 for (x,) in batches]
+        for each in losses:
+            each.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, each in zip(means, losses, strict=True):
+            ROW_VALUES[values](mean, each.detach())
+    return [mean.compute() for mean in means]
+
+
+@pytest.mark.parametrize("values", ROW_VALUES)
+def test_it_finds_the_batch_of_losses_of_rows_of_which_some_ranks_have_one(values):
+    (whole,) = run(1, means_of_rows, values)
+    for theirs in run(5, means_of_rows, values):
+        assert theirs == pytest.approx(whole, rel=1e-5)
+
+
 @ranks(2)
 def test_a_value_of_one_of_two_batches_that_nothing_tells_is_an_error():
     model = instep.replicate(torch.nn.Linear(3, 1))

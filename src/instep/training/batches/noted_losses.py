@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
+from instep.distributed.communication.transport import get_transport
+from instep.distributed.numbers import each_on_any_rank
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.blocks import Block
 
@@ -29,19 +31,29 @@ def note_losses(roots: Iterable[object], batch: BatchCandidates) -> None:
 
 
 def find_noted(value: Tensor, possible: Collection[Block | None]) -> BatchCandidates | None:
-    """Which of the possible batches a loss is of: by its memory, else by its number."""
-    if value.numel() != 1:
-        return None
+    """Which of the possible batches a loss is of: by its memory, else by its number, which must be
+    that of a loss of one batch on every rank.
+
+    Collective where losses of the possible batches were noted and `value` lies in the memory of
+    none: a number may be equal on some ranks by chance, and a rank's only row has the number of its
+    mean.
+    """
     noted = [(loss, b) for loss, b in reversed(_noted) if {*b.blocks} <= {*possible}]
     for loss, batch in noted:
         if _address(loss) == _address(value):
             return batch
-    number = value.item()
-    for loss, batch in noted:
-        other = loss.item()
-        if other == number or (other != other and number != number):  # a placeholder's may be NaN
-            return batch
-    return None
+    if not noted:
+        return None
+    number = value.item() if value.numel() == 1 else None
+    misfits = each_on_any_rank([not _is_number(loss, number) for loss, _ in noted], get_transport())
+    fitting = (batch for (_, batch), misfit in zip(noted, misfits, strict=True) if not misfit)
+    return next(fitting, None)
+
+
+def _is_number(loss: Tensor, number: float | None) -> bool:
+    other = loss.item()
+    is_nan = number is not None and number != number  # as a placeholder's may be
+    return other == number or (is_nan and other != other)
 
 
 def are_of_several(possible: Collection[Block | None]) -> bool:
