@@ -336,6 +336,24 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks_and_in_plain_pytorch(tmp_pa
     assert len(plain.state) == 5
 
 
+@ranks(1, 2)
+def test_a_state_dict_is_not_changed_by_later_steps() -> None:
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters(), 1e-2))
+    first, *rest = batches()
+    backward(model, optimizer, first)
+    optimizer.step()
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    for batch in rest:
+        backward(model, optimizer, batch)
+        optimizer.step()
+        if batch is rest[2]:
+            optimizer.load_state_dict(state)
+    for index, values in kept["state"].items():
+        assert all(torch.equal(state["state"][index][name], values[name]) for name in values)
+
+
 @ranks(1, 2, 3)
 def test_a_parameter_without_elements_has_a_state_too() -> None:
     layer = nn.Linear(6, 3)

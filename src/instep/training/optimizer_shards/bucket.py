@@ -157,8 +157,10 @@ class StepBucket:
                 )
 
     def _own_value(self, part: Part, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != part.parameter.shape:
+        if not isinstance(value, Tensor):
             return value
+        if value.shape != part.parameter.shape:  # such as Adam's `step`, which steps write to
+            return value.clone()
         return self._slice(part, self._dense(part, value)).clone()
 
     def _slice(self, part: Part, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -66,6 +67,13 @@ def shard_optimizer(optimizer: Optimizer) -> None:
             vars(optimizer).pop(name, None)
         kind: Any = type(optimizer)
         optimizer.__class__ = _divided_class(kind)
+    else:  # as divided ones do: state dicts share no memory with the optimizer
+        optimizer.register_state_dict_post_hook(_copied)
+        optimizer.register_load_state_dict_pre_hook(_copied)
+
+
+def _copied(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(state_dict)
 
 
 def _division_of(optimizer: Optimizer) -> Divide:
