@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from instep.distributed.identity.launchers import FAILURE_FILE
+from instep.launch.rank_process import RankProcess, RankSpec
 from instep.launch.reaper import end_ranks
 from instep.process import PACKAGE_FOLDER
 from instep.process.exit_status import system_exit_code
@@ -26,7 +29,7 @@ from instep.process.failure import (
     format_interrupt,
     format_report,
 )
-from instep.process.last_position import format_last_words
+from instep.process.last_position import LastPosition, format_last_words, write_position
 from launching import Launch
 
 pytestmark = pytest.mark.launch
@@ -827,6 +830,21 @@ def test_a_report_of_a_fatal_signal_without_a_line_is_followed_by_the_last_posit
     with_line = f'{aborted}Current thread 0x1:\n  File "train.py", line 3 in train\n'
     assert format_last_words(with_line, seen, 12.5) == with_line
     assert format_last_words("", seen, 12.5).startswith("It was last seen at train.py:3")
+
+
+def test_a_clock_that_is_set_meanwhile_moves_no_last_position(tmp_path, monkeypatch) -> None:
+    position = LastPosition(tmp_path / "rank0")
+    ours, theirs = socket.socketpair()
+    with theirs, open(position.line_file, "w+b") as file:
+        write_position(file.fileno(), "train.py:3")
+        monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3600)
+        killed = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+        spec = RankSpec(0, [], {FAILURE_FILE: str(tmp_path / "rank0")}, (None, None), None, False)
+        rank = RankProcess(spec, killed, ours)
+        end = rank.record_end(None)
+        rank.reap()
+    seen = position.describe(end.code, end.monotonic)
+    assert re.fullmatch(r"It was last seen at train.py:3, \d{1,3}\.\d s before its end.\n", seen)
 
 
 def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_gone(

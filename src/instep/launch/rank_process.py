@@ -85,7 +85,7 @@ class RankProcess:
         assert seen is not None
         code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
         stopped = ending_by is not None and (code != -signal.SIGKILL or ending_by == signal.SIGKILL)
-        self.end = RankExit(self.number, time.time(), code, stopped)
+        self.end = RankExit(self.number, time.time(), code, stopped, monotonic=time.monotonic())
         return self.end
 
     def failed_by_itself(self) -> bool:

@@ -141,7 +141,8 @@ def run_job(
 
 def _add_details(end: RankExit, seen: LastPosition) -> RankExit:
     """Add what the rank's files say about its end."""
-    return replace(end, details=seen.describe(end.code, end.time), finished=seen.has_finished())
+    details = seen.describe(end.code, end.monotonic)
+    return replace(end, details=details, finished=seen.has_finished())
 
 
 def _run_ranks(

@@ -98,6 +98,8 @@ class RankExit:
     """Lines about the rank's last position."""
     finished: bool = False
     """Whether it had come to the end of its program, with exit code 0."""
+    monotonic: float = 0.0
+    """`time`, as `time.monotonic` of its host has it."""
 
     @property
     def succeeded(self) -> bool:

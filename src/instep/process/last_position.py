@@ -33,7 +33,8 @@ class LastPosition:
         return os.path.exists(self.finished_file)
 
     def describe(self, code: int, ended: float) -> str:
-        """Lines about a rank that ended at the time `ended`; empty where nothing is known."""
+        """Lines about a rank that ended at the time `ended`, by `time.monotonic`; empty where
+        nothing is known."""
         if self.has_finished() and code <= 0:
             return f"It left at {_read(self.finished_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
@@ -56,8 +57,9 @@ def enable_faulthandler(fd: int) -> None:
 
 
 def write_position(fd: int, line: str, seen: float | None = None) -> None:
-    """Record that this rank is at this line now, or was at the time `seen`."""
-    seen = time.time() if seen is None else seen
+    """Record that this rank is at this line now, or was at the time `seen`, by `time.monotonic`:
+    all processes of a host have that clock, and nobody sets it."""
+    seen = time.monotonic() if seen is None else seen
     os.pwrite(fd, f"{seen} {line}".encode()[:_BYTES].ljust(_BYTES, b"\0"), 0)
 
 

@@ -163,12 +163,11 @@ def read_wait(fd: int) -> Entry | None:
 
 
 def read_position(fd: int) -> tuple[float, str] | None:
-    """When the rank was last in a collective, on the clock of `time.time`, and the line; None if
-    it was in none yet."""
+    """When the rank was last in a collective, and the line; None if it was in none yet."""
     entry = _read_last(fd)
     if entry is None:
         return None
-    return time.time() - time.monotonic() + max(entry.entered, entry.left or 0.0), entry.line
+    return max(entry.entered, entry.left or 0.0), entry.line
 
 
 def _read_last(fd: int) -> Entry | None:

@@ -65,7 +65,7 @@ class WatchedProcess:
     def last_position(self, code: int | None) -> str:
         """The lines that are known about it, if it died silently."""
         crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
-        return format_last_words(crash, read_whole(self._seen_file), time.time())
+        return format_last_words(crash, read_whole(self._seen_file), time.monotonic())
 
     def await_exit(self, seconds: float, *, replies: bool = False) -> None:
         """Kill it unless it exits in time, having confirmed so if it `replies` to messages."""

@@ -28,7 +28,7 @@ from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
 from instep.process import print_line, settings, storage
 from instep.process.exit_status import format_ranks, shell_exit_code
-from instep.process.failure import Failure
+from instep.process.failure import Failure, RankExit
 from instep.process.last_position import LastPosition
 
 START_SECONDS = 600.0
@@ -285,14 +285,14 @@ class Driver:
         if end.code == 0:
             self._has_finished = True
         else:
-            self._on_failure(member, end.code, end.time)
+            self._on_failure(member, end)
         if self._forming and self._end is None and self._members:
             self._form_world()
 
-    def _on_failure(self, member: _Member, code: int, ended: float) -> None:
-        seen = LastPosition(member.file)
+    def _on_failure(self, member: _Member, end: RankExit) -> None:
+        code, seen = end.code, LastPosition(member.file)
         failure = Failure.read(member.file) or Failure(
-            member.name, ended, code, text=seen.describe(code, ended)
+            member.name, end.time, code, text=seen.describe(code, end.monotonic)
         )
         failure = replace(failure, rank=member.name)
         self._failures.append(failure)
