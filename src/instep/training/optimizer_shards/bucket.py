@@ -31,7 +31,6 @@ class StepBucket:
         self._parts = divide(self.parameters, transport.size)
         self._own = self._parts[transport.rank]
         self._layouts = [_layout(parameter) for parameter in self.parameters]
-        self._addresses: list[int] = []
         self._copy = HostCopy()
         self.slices: list[Tensor] = []
 
@@ -39,9 +38,9 @@ class StepBucket:
         """Let the slices have the parameters' memory; `state`: the slices' state."""
         self._check()
         if not self._copy.slices:
-            addresses = [part.parameter.data_ptr() for part in self._own]
-            if addresses != self._addresses:  # the first step, or somebody has assigned `.data`
-                self._addresses = addresses
+            addresses = [each.data_ptr() for each in self.slices]
+            # The first step, one after a common copy, or somebody has assigned `.data`.
+            if addresses != [part.address for part in self._own]:
                 self._replace_slices([self._slice(p, p.parameter) for p in self._own], state)
 
     def prepare(self, state: dict[Tensor, State]) -> None:
@@ -93,8 +92,6 @@ class StepBucket:
         if slices and slices is not before:
             pairs = zip(self._own, slices[0], strict=True)
             self._replace_slices([_in_shape(*each) for each in pairs], state)
-        elif before and not slices:
-            self._addresses = []
 
     def _replace_slices(self, slices: list[Tensor], state: dict[Tensor, State]) -> None:
         before, self.slices = self.slices, slices

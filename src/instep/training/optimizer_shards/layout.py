@@ -29,6 +29,11 @@ class Part:
         return self.stop - self.start
 
     @property
+    def address(self) -> int:
+        """Where the first of them is in memory."""
+        return self.parameter.data_ptr() + self.start * self.parameter.element_size()
+
+    @property
     def is_whole(self) -> bool:
         """Whether these are all elements of the parameter."""
         return self.numel == self.parameter.numel()
