@@ -42,3 +42,7 @@ def test_the_size_of_buckets_is_given_in_mebibytes(monkeypatch):
     for mebibytes, count in (("0", 4), ("1", 4), ("2", 2), ("3", 1)):
         monkeypatch.setenv("INSTEP_BUCKET_MIB", mebibytes)
         assert len(list(plan_tensors(parameters))) == count, mebibytes
+    small = torch.zeros(3 << 15, dtype=torch.uint8)
+    monkeypatch.setenv("INSTEP_BUCKET_MIB", "2")
+    assert len(plan_tensors({0: small, 1: small, **dict.fromkeys((2, 3), parameters[0])})) == 2
+    assert len(plan_tensors({0: small, 1: small, 2: small, 3: parameters[0]})) == 3

@@ -19,9 +19,12 @@ from instep.errors import InstepWarning, TrainingError, UnknownBatchError
 from pool import ranks, run
 
 
-def test_accuracy_takes_one_k_too() -> None:
+@ranks(1)
+def test_accuracy_takes_one_k_too_and_more_than_there_are_classes() -> None:
     assert instep.Accuracy(5).topk == (5,)
-    assert instep.Accuracy(topk=(1, 5)).topk == (1, 5)
+    accuracy = instep.Accuracy(topk=(1, 2, 5))
+    accuracy.update(torch.tensor([[3.0, 2.0, 1.0]] * 4), torch.tensor([0, 0, 1, 2]))
+    assert accuracy.compute() == (0.5, 0.75, 1.0)
 
 
 def evaluate(n, batch_size, has_gradients=True):
@@ -138,15 +141,22 @@ def test_a_mean_over_nothing_counts_nothing():
 
 
 @ranks(1, 2)
-def test_metrics_merge_and_reset():
+def test_metrics_merge_load_and_reset():
     one, other = instep.Mean(), instep.Mean()
     one.update(1.0, 1)
     other.update(4.0, 2)
     assert one.merge(other).compute() == pytest.approx(3.0)
     with pytest.raises(TypeError, match="merge takes a metric of its own class, not of Accuracy"):
         one.merge(instep.Accuracy())
+    state = one.state_dict()
     one.reset()
     assert math.isnan(one.compute())
+    for metric in (one, other):  # neither changes what was saved
+        metric.load_state_dict(state)
+        metric.update(6.0, 3)
+        assert metric.compute() == pytest.approx(4.5)
+    with pytest.raises(ValueError, match="4 totals, but there are 2"):
+        one.load_state_dict(instep.Accuracy(topk=(1, 2, 5)).state_dict())
 
 
 @ranks(1)
