@@ -240,11 +240,15 @@ def test_ddp_has_the_gradient_of_the_batch_that_instep_divides(
         tell(rank, *grads)
         dist.destroy_process_group()
     """)
-    ours, theirs = ["instep", "run", "-n", "2"], ["torch.distributed.run", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *(ours if is_ours else [*theirs, "--standalone"]), script]
     of_torch = ("TORCHINDUCTOR_CACHE_DIR", *([] if is_ours else ["TMPDIR"]))  # what it leaves
     environ = launch.environ | dict.fromkeys(of_torch, str(launch.folder))
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if is_ours:
+        launch.command = ("run",)
+        ended = launch.run_forked("-n", 2, script, environ=environ)
+    else:
+        torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        command = [sys.executable, "-m", *torchrun, script]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[rank, 6.0, 15.0, 3.75, 12.0, 6.0, 1.5] for rank in range(2)]
 

@@ -117,7 +117,7 @@ def test_ranks_that_fail_in_the_same_way_were_not_stopped(
     launch = Launch(tmp_path, ("run",))
     path = tmp_path / "train.py"
     path.write_text(f"import torch\n{ending}\n")
-    result = launch.run("-n", 2, path)
+    result = launch.run_forked("-n", 2, path)
     launch.close()
     assert result.returncode == code
     assert said in result.stderr

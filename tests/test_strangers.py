@@ -373,11 +373,12 @@ os.kill(os.getpid(), 9)
 def test_the_watch_goes_on_after_ten_thousand_messages_of_strangers(tmp_path):
     (tmp_path / "train.py").write_text(WATCHED)
     with ExitStack() as held, (tmp_path / "err").open("w+") as err:
-        job = [held.enter_context(bare_rank(rank, tmp_path, err)) for rank in range(2)]
+        port = free_port()
+        job = [held.enter_context(bare_rank(rank, port, tmp_path, err)) for rank in range(2)]
         for process in job:
             assert process.stdout.readline() == b"ready\n"
-        (port,) = ports_of(psutil.Process(job[0].pid).children())
-        for line in pester(port, 10_000, seed=19):
+        (watched,) = ports_of(psutil.Process(job[0].pid).children())
+        for line in pester(watched, 10_000, seed=19):
             held.enter_context(line)
         job[1].stdin.write(b".")
         job[1].stdin.close()
@@ -387,9 +388,9 @@ def test_the_watch_goes_on_after_ten_thousand_messages_of_strangers(tmp_path):
         wait_until(lambda: said in (tmp_path / "err").read_text())
 
 
-def bare_rank(rank, folder, err):
+def bare_rank(rank, port, folder, err):
     told = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    told |= {"MASTER_PORT": str(PORT), "INSTEP_SECRET": "a secret of this test"}
+    told |= {"MASTER_PORT": str(port), "INSTEP_SECRET": "a secret of this test"}
     kept = {n: v for n, v in os.environ.items() if not n.startswith(LAUNCHER_VARIABLES)}
     return subprocess.Popen(
         [sys.executable, "train.py"],
@@ -399,9 +400,6 @@ def bare_rank(rank, folder, err):
         stdout=subprocess.PIPE,
         stderr=err,
     )
-
-
-PORT = free_port()
 
 
 def ports_of(processes):
