@@ -171,7 +171,7 @@ def test_from_the_outside_it_is_one_process(place: Place, n: int) -> None:
     plain = place.run("plain", sys.executable, script, text=text, PYTHONHASHSEED="0")
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout.count("from a child") == plain.stdout.count("forked") == 1
-    done = place.run("many", *RUN, str(n), script, text=text)
+    done = place.run("many", *FORKED, str(n), script, text=text)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     assert done.stderr.splitlines() == plain.stderr.splitlines()
     assert place.left("many") == place.left("plain")
@@ -219,7 +219,7 @@ def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) ->
 @pytest.mark.launch
 def test_where_that_is_certain_it_is_left_alone_from_the_beginning(place: Place) -> None:
     certain = DISTRIBUTED.replace("if dist.is_available():", "with torch.enable_grad():")
-    done = place.run("n2", *RUN, "2", place.script(certain))
+    done = place.run("n2", *FORKED, "2", place.script(certain))
     assert (done.returncode, done.stdout) == (0, "")
     assert "it is, since it starts a process group of its own. If each rank takes" in done.stderr
     assert place.left("n2") == {
@@ -400,8 +400,9 @@ def test_a_script_may_end_its_process_itself(place: Place) -> None:
 @pytest.mark.launch
 def test_a_script_that_becomes_another_program_does_so_once(place: Place) -> None:
     script = place.script("""
-        import os, sys, torch
+        import os, sys
         if "AGAIN" not in os.environ:
+            import torch
             print(torch.rand(2).mean().item() > 0, flush=True)
             os.environ["AGAIN"] = "1"
             os.execl(sys.executable, sys.executable, *sys.argv)
@@ -409,7 +410,7 @@ def test_a_script_that_becomes_another_program_does_so_once(place: Place) -> Non
         with open("runs.txt", "a") as file:
             file.write("x")
     """)
-    done = place.run("n2", *RUN, "2", script)
+    done = place.run("n2", *FORKED, "2", script)
     assert (done.returncode, done.stdout) == (0, "True\nagain\n"), done.stderr
     assert done.stderr.count("since the script becomes another program") == 1
     assert place.left("n2") == {"runs.txt": b"x"}
