@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import components
+import forked_jobs
 from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.transport import use_transport
 from instep.process import settings
@@ -36,6 +37,8 @@ from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
 
 NIGHTLY = pytest.mark.nightly
 RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
+FORKED = ("forked instep", "run", "-n")
+"""The same without the import of torch in each rank (forked_jobs.py)."""
 OPEN_MPI = (
     *("mpirun.openmpi", "--allow-run-as-root", "--mca", "oob_tcp_if_include", "lo"),
     *("--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable, "-m", "instep"),
@@ -331,22 +334,21 @@ elif end == "exit":
 
 
 def run(
-    folder: Path, command: Sequence[str], text: str, *arguments: str, **environ: str
+    folder: Path, command: Sequence[str], script: str, *arguments: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "files").mkdir(parents=True)
     temporary = tempfile.mkdtemp(dir="/tmp")  # a socket's path may have 107 letters
-    (folder / "train.py").write_text(text)
+    (folder / "train.py").write_text(script)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "OMP", "MKL"))}
-    done = subprocess.run(
-        [*command, str(folder / "train.py"), str(folder / "files"), *arguments],
-        env=clean | {"TMPDIR": temporary, "INSTEP_SEED": "0"} | environ,
-        cwd=folder,
-        input="first\nsecond\n",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    words = [*command, str(folder / "train.py"), str(folder / "files"), *arguments]
+    told = clean | {"TMPDIR": temporary, "INSTEP_SEED": "0"} | environ
+    text = "first\nsecond\n"
+    if words[: len(FORKED)] == [*FORKED]:
+        done = forked_jobs.run(*words[1:], env=told, cwd=folder, input=text)
+    else:
+        done = subprocess.run(
+            words, env=told, cwd=folder, input=text, capture_output=True, text=True, timeout=100
+        )
     of_launchers = ("ompi.", "torchelastic_", "torchinductor_")
     assert [name for name in os.listdir(temporary) if not name.startswith(of_launchers)] == []
     shutil.rmtree(temporary)
@@ -526,8 +528,7 @@ def test_ranks_that_take_more_time_than_one_process_end(
     event: str,
     why: str | None,
 ) -> None:
-    command = (*RUN[:-1], ranks)
-    several = run(tmp_path / "several", command, MEASURED, ratio, event, MEASURED_STEPS)
+    several = run(tmp_path / "several", (*FORKED, ranks), MEASURED, ratio, event, MEASURED_STEPS)
     assert several.returncode == 0, several.stderr
     threads = len(os.sched_getaffinity(0))
     assert (f"rank 0 goes on alone, with {threads} threads, {why}" in several.stderr) == (
@@ -582,7 +583,7 @@ def test_nothing_is_measured_while_calls_are_watched(tmp_path, model, first):
     script = tmp_path / "script.py"
     script.write_text(WATCHED)
     env = {**os.environ, "INSTEP_DIVIDE": "auto"}
-    command = [*RUN, str(script), model]
-    ran = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=True)
+    ran = forked_jobs.run("run", "-n", "2", script, model, env=env)
+    assert ran.returncode == 0, ran.stderr
     measured = [line.split()[-1] for line in ran.stderr.splitlines() if "measures after" in line]
     assert first <= int(measured[0]) < first + 24

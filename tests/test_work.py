@@ -115,7 +115,7 @@ def work_of_ranks(folder: Path, door: dict[str, str]) -> Iterator[dict[str, dict
         tempfile.TemporaryDirectory(dir="/dev/shm") as counts,  # where each rank itself writes
         closing(Launch(folder, ("run", "-n", "2"))) as launch,
     ):
-        ended = launch.run(script, environ={"COUNTS": counts})
+        ended = launch.run_forked(script, environ={"COUNTS": counts})
         assert ended.returncode == 0, ended.stderr
         files = [*Path(counts).iterdir()]
         assert len(files) == 2, ended.stderr
