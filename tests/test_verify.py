@@ -30,8 +30,14 @@ from instep.errors import (
 )
 from instep.verify import verification
 from instep.verify.causes import find_cause
-from instep.verify.compare import compare_gradients, compare_losses, compare_runs, distance
-from instep.verify.divergence import FLOAT32, FLOAT64, Divergence, find_divergence
+from instep.verify.compare import (
+    compare_gradients,
+    compare_losses,
+    compare_runs,
+    distance,
+    fingerprint_distance,
+)
+from instep.verify.divergence import FLOAT32, FLOAT64, HALF, Divergence, find_divergence
 from instep.verify.files import file_copies
 from instep.verify.files.restored import put_back
 from instep.verify.recording.fingerprints import fingerprint, hash_rows
@@ -394,16 +400,45 @@ def test_a_small_tensor_cannot_hide_behind_a_large_one():
     )
 
 
-def test_not_a_number_is_equal_to_itself_only():
+def test_what_is_not_finite_is_equal_to_itself_only():
     nan, one = torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0])
     assert distance({"x": nan}, {"x": nan.clone()}) == 0.0
     assert distance({"x": one}, {"x": nan}) == math.inf
+    assert distance({"x": one / 0}, {"x": one / 0}) == 0.0
+    assert distance({"x": one / 0}, {"x": -one / 0}) == math.inf
     e = made.evidence(2, spoil=lambda k, g: g * math.nan)
     assert find_divergence(e) is not None
     losses = made.run(1, lambda r, k, s: {"losses": ((math.nan, None),)})
     assert max(compare_losses(losses, losses)) == 0.0
     assert max(compare_losses(made.run(1), losses)) == math.inf
     assert max(compare_losses(losses, made.run(1))) == math.inf
+
+
+def test_a_difference_is_seen_beside_what_is_not_finite():
+    def with_mask(n, mean, weight):
+        mask = torch.tensor([0.0, -math.inf])
+        buffers = {"mask": mask, "1.running_mean": torch.full((4,), mean)}
+        parameters = {"weight": torch.tensor([weight, 2.0]), "dead": torch.tensor([math.nan])}
+        initial = {"weight": torch.zeros(2), "dead": torch.tensor([math.nan])}
+        return made.run(n, buffers=buffers, parameters=parameters, initial=initial)
+
+    oracle = with_mask(1, 1.0, 0.0)
+    same = compare_runs(oracle, with_mask(2, 1.0, 0.0), [])
+    assert (same.parameters, same.moved, same.buffers) == (0.0, 0.0, 0.0)
+    assert compare_runs(oracle, with_mask(2, 1.5, 0.0), []).buffers == pytest.approx(0.5)
+    other = compare_runs(oracle, with_mask(2, 1.0, 1.0), [])
+    assert (other.parameters, other.moved) == pytest.approx((0.5, 0.5))
+    ours = {"dead": Fingerprint(math.nan, math.nan), "weight": Fingerprint(2.0, 1.0)}
+    theirs = ours | {"weight": Fingerprint(2.0, 2.0)}
+    assert fingerprint_distance(ours, theirs) == (0.5, "weight")
+
+
+def test_a_loss_that_has_almost_vanished_is_measured_by_the_largest_one():
+    def losses(last):
+        return made.run(1, lambda r, k, s: {"losses": ((last if k else 2.0, None),)})
+
+    assert max(compare_losses(losses(1e-9), losses(3e-9))) == pytest.approx(1e-7)
+    assert max(compare_losses(losses(1.0), losses(1.5))) == pytest.approx(0.5)
 
 
 def test_buffers_of_whole_numbers_must_be_equal():
@@ -502,6 +537,20 @@ def test_other_parameters_are_measured_by_the_scripts_own_noise(noise, verdict):
     assert str(report.verdict) == verdict
 
 
+def test_buffers_within_their_noise_excuse_no_parameters():
+    def noisy(n, parameters, mean):
+        buffers = {
+            "1.running_mean": torch.full((4,), mean),
+            "1.num_batches_tracked": torch.tensor(3),
+        }
+        return replace(shifted(n, parameters), buffers=buffers)
+
+    runs = alone(noise=noisy(1, 0.001, 1.02))
+    for off, verdict in ((0.002, "SAME WITHIN ITS OWN NOISE"), (0.5, "DIFFERENT")):
+        report = make_report(runs, [MultiRankRuns(made.run(2), noisy(2, off, 1.03))])
+        assert str(report.verdict) == verdict
+
+
 def test_a_drift_is_found_where_it_begins():
     def drift(rank, k, step):
         moved = {**step.parameters, "bias": Fingerprint(3.0, 2.0 + k + 0.5)}
@@ -571,6 +620,12 @@ def test_tolerance_follows_the_dtype():
     assert choose_tolerance(made.run(1)) == FLOAT32
     wide = {"weight": torch.ones(2, dtype=torch.float64)}
     assert choose_tolerance(made.run(1, parameters=wide)) == FLOAT64
+    mixed = wide | {"bias": torch.ones(2)}
+    assert choose_tolerance(made.run(1, parameters=mixed)) == FLOAT32
+    half = mixed | {"scale": torch.ones(2, dtype=torch.bfloat16)}
+    assert choose_tolerance(made.run(1, parameters=half)) == HALF
+    computed = made.run(1, lambda r, k, s: {"half_precision": k == 2}, parameters=wide)
+    assert choose_tolerance(computed) == HALF
 
 
 def test_reversed_batches_serve_as_noise_only_if_they_change_the_rounding():

@@ -62,7 +62,7 @@ def compare_runs(
         gradient=max((diff.difference for diff in diffs), default=0.0),
         loss=max(compare_losses(oracle, run), default=0.0),
         parameters=ratio(apart, norm(oracle.parameters)),
-        moved=ratio(apart, distance(oracle.parameters, oracle.initial)),
+        moved=ratio(apart, movement(oracle)),
         buffers=ratio(distance(oracle.buffers, run.buffers), norm(oracle.buffers)),
     )
 
@@ -133,14 +133,9 @@ def compare_losses(oracle: RunRecord, run: RunRecord) -> list[float]:
     known = [abs(loss) for loss in oracle.losses if loss is not None and math.isfinite(loss)]
     floor = _SMALL_LOSS * max(known, default=0.0)
     return [
-        0.0 if a is None or b is None else _relative(a, b, floor)
+        0.0 if a is None or b is None else ratio(_absolute_difference(a, b), max(abs(a), floor))
         for a, b in zip(oracle.losses, run.losses, strict=False)
     ]
-
-
-def _relative(a: float, b: float, floor: float) -> float:
-    apart = _absolute_difference(a, b)
-    return apart if math.isinf(apart) else ratio(apart, max(abs(a), floor))
 
 
 def _absolute_difference(a: float, b: float) -> float:
@@ -159,7 +154,8 @@ def compare_parameters(oracle: RunRecord, run: RunRecord) -> list[tuple[float, s
 def fingerprint_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
     """The relative distance by fingerprints, and the tensor that differs most."""
     apart, worst = _total_distance(ours, theirs)
-    return ratio(apart, math.hypot(*(one.norm for one in ours.values()))), worst
+    norms = (one.norm for one in ours.values())
+    return ratio(apart, math.hypot(*filter(math.isfinite, norms))), worst
 
 
 def _total_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
@@ -174,10 +170,25 @@ def _total_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, st
 
 
 def norm(tensors: Tensors) -> float:
-    """The norm of all floating-point tensors together, in float64."""
-    return math.hypot(
-        *(float(t.double().norm()) for t in tensors.values() if t.is_floating_point())
+    """The norm of all floating-point tensors together, in float64. What is not finite, such as a
+    mask, counts as zero: beside it no difference of the others would be seen."""
+    floats = (t for t in tensors.values() if t.is_floating_point())
+    return math.hypot(*(float(_finite(t).norm()) for t in floats))
+
+
+def movement(run: RunRecord) -> float:
+    """How far a run has moved its parameters, of those that are finite."""
+    ends = run.initial, run.parameters
+    by_name = (
+        [{name: _finite(tensors[name])} if name in tensors else {} for tensors in ends]
+        for name in {**run.initial, **run.parameters}
     )
+    return math.hypot(*(distance(*each) for each in by_name))
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in float64, with zeros for what is not finite; else the tensor."""
+    return tensor.double().nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
 def distance(ours: Tensors, theirs: Tensors) -> float:
@@ -189,8 +200,10 @@ def _distances(ours: Tensors, theirs: Tensors) -> dict[str, float]:
     """The distance of each tensor; a missing one counts as zeros."""
     found = {}
     for name, one in {**ours, **theirs}.items():
-        is_in_both = name in ours and name in theirs
-        apart = _distance_between(ours[name], theirs[name]) if is_in_both else norm({name: one})
+        if name in ours and name in theirs:
+            apart = _distance_between(ours[name], theirs[name])
+        else:
+            apart = float(one.double().norm()) if one.is_floating_point() else 0.0
         found[name] = math.inf if math.isnan(apart) else apart
     return found
 

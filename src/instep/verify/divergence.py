@@ -16,9 +16,9 @@ from instep.verify.compare import (
     compare_losses,
     compare_parameters,
     count_samples,
-    distance,
     find_max_difference,
     fingerprint_distance,
+    movement,
     ratio,
 )
 from instep.verify.recording.records import RunRecord
@@ -101,7 +101,7 @@ def find_divergence(e: Evidence) -> Divergence | None:
 
 def find_first_difference(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence:
     """The step from which the free run differs by more than these limits, at latest the end."""
-    moved = distance(e.oracle.parameters, e.oracle.initial)
+    moved = movement(e.oracle)
     parameters = compare_parameters(e.oracle, e.free)
     for k, loss in enumerate(compare_losses(e.oracle, e.free)):
         apart, tensor = parameters[k]
