@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from instep.check.pages import generate_pages
 from instep.check.rules import RULES, THEMES
 from instep.check.run_warnings import RUN_WARNINGS
 from instep.check.script import Script
+from instep.check.script_info import ScriptInfo
 
 SCRIPTS = Path(__file__).parent / "check_scripts"
 SOURCE = Path(__file__).parents[1] / "src" / "instep"
@@ -547,6 +549,78 @@ def test_checking_imports_no_torch_and_runs_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "() False\n"
+
+
+@pytest.mark.parametrize(
+    ("expression", "kind"),
+    [
+        ("dist.get_rank()", "rank"),
+        ("os.getenv('RANK')", "rank"),
+        ("int(os.environ['LOCAL_RANK'])", "local rank"),
+        ("getattr(args, 'local_rank', 0)", "local rank"),
+        ("getattr(args, name)", None),
+        ("dist.get_rank() % 4", "device"),
+        ("step % 4", None),
+    ],
+)
+def test_a_rank_is_known_by_what_it_is_called(expression: str, kind: str | None) -> None:
+    text = f"import os\nimport torch.distributed as dist\nvalue = {expression}\n"
+    script = Script("a.py", text)
+    (assignment,) = script.all(ast.Assign)
+    assert ScriptInfo(script).ranks.rank_type(assignment.value) == kind
+
+
+@pytest.mark.parametrize(
+    ("imports", "asks"),
+    [
+        ("import torch", "torch.distributed.get_rank() == 0"),
+        ("import accelerate", "accelerator.is_main_process"),
+        ("import accelerate, horovod.torch as hvd", "hvd.rank() == 0"),
+        ("import accelerate, instep", "instep.rank == 0"),
+    ],
+)
+def test_a_mend_asks_for_rank_0_as_the_libraries_of_the_script_do(imports: str, asks: str) -> None:
+    assert ScriptInfo(Script("a.py", f"{imports}\n")).ranks.on_rank_0 == asks
+
+
+def test_a_collective_of_some_ranks_needs_no_others() -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "def sum_up(value, rank, pair):\n"
+        "    if rank < 2:\n"
+        "        dist.all_reduce(value{})\n"
+    )
+    assert checked(text.format("")) == ["INS101"]
+    assert checked(text.format(", group=pair")) == []
+
+
+def test_a_ranks_count_over_its_own_share_is_its_own_accuracy() -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "def evaluate(model, dataset):\n"
+        "    sampler = DistributedSampler(dataset)\n"
+        "    correct = count_correct(model, DataLoader(dataset, sampler=sampler))\n"
+        "    {}\n"
+        "    return correct / len(sampler)\n"
+    )
+    assert "INS202" in checked(text.format("dist.all_reduce(correct)"))
+    assert "INS202" not in checked(text.format("pass"))
+
+
+def test_in_evaluation_only_a_model_with_batch_normalisation_waits() -> None:
+    text = (
+        "import torch\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "def evaluate(loader, rank):\n"
+        "    model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 4), {}))\n"
+        "    model.eval()\n"
+        "    if rank == 0:\n"
+        "        for x in loader:\n"
+        "            print(model(x))\n"
+    )
+    assert "INS102" in checked(text.format("torch.nn.BatchNorm1d(4)"))
+    assert "INS102" not in checked(text.format("torch.nn.ReLU()"))
 
 
 def test_a_copy_of_the_model_made_before_wrapping_is_not_the_wrapper() -> None:
