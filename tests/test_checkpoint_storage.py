@@ -189,6 +189,16 @@ def test_a_damaged_one_is_left_out_and_named(tmp_path):
         assert storage.latest(tmp_path) is None
 
 
+def test_a_file_without_tensors_is_verified_too(tmp_path):
+    draft = storage.make_draft(tmp_path, 1)
+    record = storage.write_weight_map(draft / "model.json", {"weight": "a.safetensors"}, 4)
+    path = storage.publish(draft, 1, {"epoch": 3}, {"model.json": record})
+    assert storage.read(path) == {"epoch": 3}
+    (path / "model.json").write_bytes(b" " * record["bytes"])
+    with pytest.raises(DamagedCheckpointError, match=r"model\.json"):
+        storage.read(path)
+
+
 def test_there_is_none_in_a_folder_that_does_not_exist(tmp_path):
     assert storage.latest(tmp_path / "none") is None
 

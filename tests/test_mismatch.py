@@ -34,10 +34,11 @@ def test_ranks_that_agree_do_not_disagree() -> None:
 
 
 def test_the_first_difference_is_the_one_that_counts() -> None:
+    later = range(3, 40)
     sides = find_mismatch(
         {
-            0: [step(1, "barrier"), step(2, "all_reduce"), step(3, "barrier")],
-            1: [step(1, "barrier"), step(2, "broadcast"), step(3, "all_gather")],
+            0: [step(1, "barrier"), step(2, "all_reduce"), *(step(k, "barrier") for k in later)],
+            1: [step(1, "barrier"), step(2, "broadcast"), *(step(k, "reduce") for k in later)],
             2: [step(1, "barrier"), step(2, "all_reduce")],
         }
     )
