@@ -61,6 +61,25 @@ def test_some_of_them_are_drawn_as_torch_draws_all(drawn: int, p: float) -> None
         assert torch.equal(ours.get_state(), theirs.get_state())
 
 
+@components.needs("C++")
+@pytest.mark.parametrize("place", [0, 310, 311, 312])
+def test_the_last_bit_of_a_number_counts(place: int) -> None:
+    """After one word has been drawn, those of number 311 are of two rounds."""
+
+    def generator() -> torch.Generator:
+        made = torch.Generator().manual_seed(3)
+        torch.rand(1, generator=made)
+        return made
+
+    out = torch.empty(400)
+    bits = int(bernoulli.draw_bits(out.long(), generator())[place]) % 2**53
+    for is_less in (0, 1):
+        p = (bits + is_less) / 2**53
+        assert bernoulli.can_pass_over([out]) is bernoulli.can_compare(out, p)
+        bernoulli.draw_ones([out], 0, 0, p, generator())
+        assert out[place] == is_less
+
+
 def test_other_tensors_are_compared_as_a_whole() -> None:
     for out in (torch.empty(2, 3).t(), torch.empty(2, dtype=torch.float64)):
         assert not bernoulli.can_pass_over([out])
