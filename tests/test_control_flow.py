@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import instep
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.objects.branch_conditions import BranchConditions
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, NewBranch
 from oracle import Log, same_as_one_process
@@ -646,6 +647,21 @@ def test_lines_that_raise_are_no_branch() -> None:
         always(torch.ones(3))
     trace.learn()
     assert not flow.may_branch()
+
+
+class HasAStaticMethod(nn.Module):
+    """Whose first argument is no module, and has attributes that no module has."""
+
+    @staticmethod
+    def flatten(x: Tensor) -> Tensor:
+        return x.flatten(1) if x.ndim > 2 else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flatten(x)
+
+
+def test_a_condition_of_a_static_method_is_none_of_its_module() -> None:
+    assert not BranchConditions([HasAStaticMethod()]).may_be_others()
 
 
 def test_code_that_cannot_be_hashed_is_not_followed() -> None:

@@ -28,6 +28,7 @@ _PARTS = (
     *(ast.cmpop, ast.boolop, ast.unaryop, ast.operator),
 )
 """What a condition consists of beside the values that it compares."""
+_MISSING = object()
 Operand = tuple[Callable[[], Any], Callable[[Any], Any]]
 """What returns the owner of a value, or None, and what takes the value from the owner."""
 
@@ -163,7 +164,7 @@ def _is_plain(owner: Any, names: list[str]) -> bool:
     for name in names:
         own = getattr(owner, "__dict__", {})
         tables = (own, own.get("_buffers", {}), own.get("_modules", {}))
-        of_class = getattr(type(owner), name, None)
+        of_class = getattr(type(owner), name, _MISSING)
         if not any(name in table for table in tables) and not isinstance(of_class, PLAIN):
             return False
         if hasattr(type(of_class), "__set__"):
