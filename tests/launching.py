@@ -87,6 +87,7 @@ class Launch:
         } | {
             "LAUNCH_TEST": self.mark,
             "INSTEP_DIVIDE": "always",  # most models here are too small to gain from it
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "TMPDIR": str(self.temporary),
             "EVENTS": str(folder / "events"),
             "MEETING": str(folder / "meeting"),

@@ -346,20 +346,21 @@ def test_a_module_that_does_not_exist_is_named(launch: Launch) -> None:
 
 
 def test_a_module_that_another_python_may_have_is_looked_for_there(launch: Launch) -> None:
-    other = launch.folder / "bin" / "python"
-    other.parent.mkdir()
-    other.touch(mode=0o755)
+    """Not in that of a script in Python's place, as pyenv has: it may start this very Python."""
+    other, wrapper = (launch.folder / name / "python" for name in ("bin", "shims"))
+    for path, text in ((other, ""), (wrapper, "#!/bin/sh\n")):
+        path.parent.mkdir()
+        path.write_text(text)
+        path.chmod(0o755)
     script = launch.script("import no_such_package")
-    own = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    seen = {
-        path: launch.run("-n", 1, script, environ={"PATH": path}).stderr
-        for path in (f"{other.parent}:{own}", own)
-    }
-    assert all("No module named 'no_such_package'" in said for said in seen.values())
-    notes = [
-        f"the command python of this shell is {other}. If the" in said for said in seen.values()
+    own = launch.environ["PATH"]
+    said = [
+        launch.run("-n", 1, script, environ={"PATH": path}).stderr
+        for path in (f"{other.parent}:{own}", f"{wrapper.parent}:{own}", own)
     ]
-    assert notes == [True, False]
+    assert all("No module named 'no_such_package'" in each for each in said)
+    notes = [f"the command python of this shell is {other}. If the" in each for each in said]
+    assert notes == [True, False, False]
 
 
 def test_the_script_may_spawn_processes_that_find_its_functions(launch: Launch) -> None:

@@ -102,11 +102,20 @@ def note_interpreter(error: BaseException) -> None:
     is of another installation, or of another virtual environment."""
     found = shutil.which("python") or sys.executable
     folder, other = (os.path.realpath(os.path.dirname(path)) for path in (sys.executable, found))
-    if isinstance(error, ModuleNotFoundError) and folder != other:
+    if isinstance(error, ModuleNotFoundError) and folder != other and not _is_script(found):
         error.add_note(
             f"instep runs the script with {sys.executable}; the command python of this shell is "
             f"{found}. If the module is there, install instep there, too."
         )
+
+
+def _is_script(path: str) -> bool:
+    """Whether a command is a script, as pyenv's and asdf's `python`, which may start this one."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return True
 
 
 def script_line(error: BaseException) -> str:

@@ -109,7 +109,7 @@ class ForwardTrace:
         """Of each forward."""
         self.floats: list[float] = []
         """What the last forward has read by `item` and `float`."""
-        self.is_over = False
+        self.is_over = self.is_reading = False
         self.thread = threading.get_ident()
         self._codes, self._readings, self._stops = codes, readings, stops
         self._reached: dict[CodeType, set[int]] = {}
@@ -281,9 +281,14 @@ def _is_of_script(code: CodeType) -> bool:
 
 def _noting(method: Any, trace: ForwardTrace) -> Any:
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        value = method(tensor, *args, **kwargs)
-        is_own = sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER)
-        if is_own or threading.get_ident() != trace.thread:
+        if threading.get_ident() != trace.thread or trace.is_reading:
+            return method(tensor, *args, **kwargs)
+        trace.is_reading = True  # a mode of torch's, as `set_default_device` enters, calls it anew
+        try:
+            value = method(tensor, *args, **kwargs)
+        finally:
+            trace.is_reading = False
+        if sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER):
             return value
         if isinstance(value, bool | int):
             trace.readings[-1].append(value)
