@@ -44,8 +44,8 @@ AFTER_INTERRUPT = (
     KILL,
 )
 AFTER_SIGNAL = {
-    # The script may catch it and continue, until a second SIGINT.
-    signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 1.0), KILL),
+    # The script may catch it and continue, until a second SIGINT; a third one kills at once.
+    signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 5.0), KILL),
     signal.SIGTERM: (EndStep(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
     signal.SIGHUP: (EndStep(signal.SIGTERM, 30.0), KILL),
 }
