@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from instep.process.import_hooks import after_import
 from instep.process.patching import PatchHandle
-from instep.process.torch_private import allow_repeated_backward
+from instep.process.torch_private.compiler import allow_repeated_backward
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import sharded_output

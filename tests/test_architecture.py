@@ -20,7 +20,7 @@ import torch
 
 import instep
 from instep import check, errors, shm
-from instep.process import torch_private
+from instep.process.torch_private import versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import design_map
@@ -227,9 +227,9 @@ def collectives_of_torch(path: Path) -> Iterator[str]:
             yield from (name.name for name in node.names if pattern.fullmatch(name.name))
 
 
-def test_private_names_of_torch_stand_in_one_module() -> None:
-    found = {path.name for path in FILES if [*private_names_of_torch(path)]}
-    assert found == {"torch_private.py"}
+def test_private_names_of_torch_stand_in_one_package() -> None:
+    found = {path.parent for path in FILES if [*private_names_of_torch(path)]}
+    assert found == {SRC / "process" / "torch_private"}
 
 
 def private_names_of_torch(path: Path) -> Iterator[str]:
@@ -255,7 +255,7 @@ def private_names_of_torch(path: Path) -> Iterator[str]:
 def test_the_versions_that_were_tried_are_those_of_the_table() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "compat.json").read_text())
     tried = {tuple(map(int, row["torch"].split(".")[:2])) for row in results.values()}
-    assert (min(tried), max(tried)) == torch_private.TRIED
+    assert (min(tried), max(tried)) == versions.TRIED
 
 
 def test_the_map_in_the_design_is_that_of_the_files() -> None:

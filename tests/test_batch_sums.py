@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import script_operations
+from instep.process.torch_private.dispatch import script_operations
 from instep.unedited.sharded_call.shards.batch_sums import (
     Place,
     RowSums,

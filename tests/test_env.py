@@ -16,7 +16,7 @@ from instep import cli
 from instep.distributed.identity import accelerators, torch_devices
 from instep.errors import InstepWarning
 from instep.launch.env import command, rank_report, self_test, self_test_job, training_test
-from instep.process import torch_private
+from instep.process.torch_private import versions
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -163,7 +163,7 @@ def test_under_a_launcher_rank_0_reports_for_all() -> None:
 def test_a_pytorch_that_is_newer_than_any_that_was_tried_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    major, minor = torch_private.TRIED[1]
+    major, minor = versions.TRIED[1]
     for version, named in ((f"{major}.{minor}.9+cu130", False), (f"{major}.{minor + 1}.0", True)):
         monkeypatch.setattr(torch, "__version__", version)
         lines = [line for line in rank_report.describe_rank()["warnings"] if "newer" in line]

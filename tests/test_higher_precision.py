@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.process.torch_private import fp32_precision, set_fp32_precision
+from instep.process.torch_private.devices import fp32_precision, set_fp32_precision
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.higher_precision import full_float32
 from instep.unedited.sharded_call.compare.other_arguments import autocast_cache_off

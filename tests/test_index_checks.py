@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.process.torch_private import OperationMode
+from instep.process.torch_private.dispatch import OperationMode
 from instep.training.draws.kernels import DrawMode
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.bound_call import BoundCall

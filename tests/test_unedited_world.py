@@ -23,7 +23,7 @@ from instep.distributed.identity.world import World
 from instep.errors import DeviceError
 from instep.launch.worker import static_opt_out
 from instep.process.patching import Patch, PatchHandle
-from instep.process.torch_private import script_operations
+from instep.process.torch_private.dispatch import script_operations
 from instep.unedited import devices, launcher_env, patch_table
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")

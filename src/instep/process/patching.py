@@ -166,7 +166,7 @@ def _script_operations() -> dict[int, str]:
     torch = sys.modules.get("torch")
     if torch is None or getattr(torch.__spec__, "_initializing", False):
         return {}
-    from instep.process.torch_private import script_operations
+    from instep.process.torch_private.dispatch import script_operations
 
     return script_operations
 
@@ -199,7 +199,7 @@ def _wrap(original: Function, patch: Patch) -> Function:
         patched = FunctionType(code, original.__globals__, closure=closure)
     functools.update_wrapper(patched, original)
     if patch.compile == "skip":
-        from instep.process.torch_private import skip_frame
+        from instep.process.torch_private.compiler import skip_frame
 
         assert isinstance(patched, FunctionType)
         patched.__code__ = patched.__code__.replace()  # it is skipped by its code object
@@ -208,7 +208,7 @@ def _wrap(original: Function, patch: Patch) -> Function:
 
 
 def _disallow(functions: Iterable[Function]) -> None:
-    from instep.process.torch_private import disallow_in_graph
+    from instep.process.torch_private.compiler import disallow_in_graph
 
     for function in functions:
         disallow_in_graph(function)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from instep.process.torch_private import saved_by
+from instep.process.torch_private.autograd import saved_by
 
 Root = Tensor | GradientEdge
 """Where a backward begins."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from instep.process.torch_private import tree_leaves
+from instep.process.torch_private.tensors import tree_leaves
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import DDP_BEFORE_FORWARD
+from instep.process.torch_private.distributed import DDP_BEFORE_FORWARD
 from instep.training import gradients
 from instep.training.losses import averages
 from instep.training.losses.averages import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import TrainingError
-from instep.process.torch_private import current_graph_task_id, is_transformed
+from instep.process.torch_private.autograd import current_graph_task_id, is_transformed
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.registry import find_candidates

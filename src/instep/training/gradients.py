@@ -21,7 +21,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private.autograd import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.accumulation import is_summing
 from instep.training.autograd_graph import Root, roots_of

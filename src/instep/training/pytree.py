@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 
 from instep.distributed.generator_states import describe_state, is_generator
-from instep.process.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
+from instep.process.torch_private.dispatch import DisableTorchFunctionSubclass
+from instep.process.torch_private.tensors import tree_flatten, tree_unflatten
 
 MAX_OBJECTS = 4096
 """How many objects `contents` visits at most, the nearest first."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
-from instep.process.torch_private import VMAP, current_graph_task_id, interpreter_stack
+from instep.process.torch_private.autograd import VMAP, current_graph_task_id, interpreter_stack
 from instep.training import forward_calls
 from instep.training.batches import progress
 from instep.training.batches.registry import may_be_skipped

@@ -28,7 +28,8 @@ from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import TrainingError
 from instep.process.patching import Patch, PatchHandle
-from instep.process.torch_private import BatchNorm, Dropout, disable_compile
+from instep.process.torch_private.compiler import disable_compile
+from instep.process.torch_private.modules import BatchNorm, Dropout
 from instep.training import forward_calls, gradients
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share

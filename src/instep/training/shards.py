@@ -18,7 +18,7 @@ from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process import in_main_thread, settings
-from instep.process.torch_private import tree_map
+from instep.process.torch_private.tensors import tree_map
 from instep.training.batches.loop_ends import number_loader
 from instep.training.batches.registry import is_registered, register, register_end, register_skipped
 from instep.training.batches.trackers import BatchTracker

@@ -15,7 +15,8 @@ from torch import nn
 from instep.distributed.watchdog.signals import script_handlers
 from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
-from instep.process.torch_private import VF, loader_signals
+from instep.process.torch_private.loaders import loader_signals
+from instep.process.torch_private.modules import VF
 from instep.unedited.data import worker_failures
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.devices import DEVICE_PATCHES

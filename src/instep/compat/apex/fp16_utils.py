@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from instep.process.torch_private import BatchNorm, flatten_dense_tensors, unflatten_dense_tensors
+from instep.process.torch_private.modules import BatchNorm
+from instep.process.torch_private.tensors import flatten_dense_tensors, unflatten_dense_tensors
 from instep.training.amp.errors import PrecisionError
 
 __all__ = [

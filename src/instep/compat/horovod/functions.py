@@ -18,7 +18,7 @@ from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.negotiation.message_table import Response
 from instep.distributed.rendezvous import signed_pickle
-from instep.process.torch_private import tree_leaves, tree_map
+from instep.process.torch_private.tensors import tree_leaves, tree_map
 from instep.training.drift.optimizers import parameters_of
 
 T = TypeVar("T")

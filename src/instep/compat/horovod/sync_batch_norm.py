@@ -14,7 +14,7 @@ from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
 from instep.compat.horovod.reductions import allreduce_async_
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import BatchNorm
+from instep.process.torch_private.modules import BatchNorm
 from instep.training.forward_calls import replica_of_part
 from instep.training.normalization.batchnorm import normalize
 

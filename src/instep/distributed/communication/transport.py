@@ -28,7 +28,7 @@ from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import settings
-from instep.process.torch_private import foreach_copy_
+from instep.process.torch_private.tensors import foreach_copy_
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ import torch
 
 from instep.distributed.identity.accelerators import Accelerator, row_of
 from instep.process import settings
-from instep.process.torch_private import (
-    device_types,
+from instep.process.torch_private.devices import (
     dispatch_key_for_device,
     has_kernel_for_dispatch_key,
     known_accelerator,
 )
+from instep.process.torch_private.distributed import device_types
 
 CPU = torch.device("cpu")
 

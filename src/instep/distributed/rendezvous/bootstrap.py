@@ -51,7 +51,7 @@ from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
-from instep.process.torch_private import process_groups
+from instep.process.torch_private.distributed import process_groups
 
 _FILES, _FILES_PER_RANK = 512, 4
 """Files that a rank may open: its own, and connections to the others. Gloo has one for each other

@@ -14,7 +14,7 @@ from instep.distributed.identity import torch_devices
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.process.exit_status import format_ranks
-from instep.process.torch_private import default_store
+from instep.process.torch_private.distributed import default_store
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.rank_connections import REASON_SECONDS
 from instep.distributed.shm.work_queue import Collective, WorkQueue
-from instep.process.torch_private import AllreduceOptions, Work, skip_methods
+from instep.process.torch_private.compiler import skip_methods
+from instep.process.torch_private.distributed import AllreduceOptions, Work
 
 _SMALL_BYTES = 16 << 10
 """Up to this size a tensor is not rounded."""

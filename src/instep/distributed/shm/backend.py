@@ -28,7 +28,8 @@ from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
 from instep.distributed.shm.work_queue import Collective, Signature, Step, WorkQueue
-from instep.process.torch_private import (
+from instep.process.torch_private.compiler import skip_methods
+from instep.process.torch_private.distributed import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -37,7 +38,6 @@ from instep.process.torch_private import (
     ReduceOptions,
     ReduceScatterOptions,
     Work,
-    skip_methods,
 )
 
 _NUMBER_BYTES = torch.float64.itemsize

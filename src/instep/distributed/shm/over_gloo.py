@@ -23,7 +23,8 @@ from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident
 from instep.process import in_main_thread
-from instep.process.torch_private import AllreduceOptions, ProcessGroup, Work, skip_methods
+from instep.process.torch_private.compiler import skip_methods
+from instep.process.torch_private.distributed import AllreduceOptions, ProcessGroup, Work
 
 NAME = "instep"
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from instep.process.torch_private import (
+from instep.process.torch_private.distributed import (
     AllgatherOptions,
     AllreduceOptions,
     BarrierOptions,

@@ -14,7 +14,7 @@ from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
 from instep.process import print_line, settings
-from instep.process.torch_private import has_backend, set_sequence_number
+from instep.process.torch_private.distributed import has_backend, set_sequence_number
 
 
 class _GroupOptions(Protocol):

@@ -25,7 +25,7 @@ from instep.distributed.shm.memory.reduction import (
     reduce_into,
 )
 from instep.distributed.shm.memory.signals import signature_of
-from instep.process.torch_private import Work
+from instep.process.torch_private.distributed import Work
 
 _PIECE_BYTES = 256 << 10
 _ALIGNMENT = 64  # bytes; a cache line has one writer

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.process.patching import Patch, PatchHandle, patches
-from instep.process.torch_private import Reducer, Work
+from instep.process.torch_private.distributed import Reducer, Work
 
 
 def install() -> None:

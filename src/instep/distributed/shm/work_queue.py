@@ -29,7 +29,9 @@ from instep.distributed.errors import (
 )
 from instep.distributed.flight_record.recorder import enter, issued, leave, wait
 from instep.distributed.shm.memory.flat import flatten, write_back
-from instep.process.torch_private import Work, profiler_enabled, skip_methods
+from instep.process.torch_private.compiler import skip_methods
+from instep.process.torch_private.dispatch import profiler_enabled
+from instep.process.torch_private.distributed import Work
 
 
 @skip_methods

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT
 from instep.distributed.watchdog.call_stack import main_thread_root, main_thread_wait
 from instep.distributed.watchdog.mismatch import LAST, Step, has_line
-from instep.process.torch_private import dump_flight_record, process_groups
+from instep.process.torch_private.distributed import dump_flight_record, process_groups
 
 _OF_EQUAL_SHAPES = ("all_reduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 """Of other collectives the ranks' tensors may differ, as those of a gather's root do."""

@@ -15,7 +15,8 @@ from instep import version
 from instep.distributed import interfaces
 from instep.distributed.identity import accelerators, launchers, torch_devices
 from instep.distributed.rendezvous import bootstrap, devices
-from instep.process import settings, storage, torch_private
+from instep.process import settings, storage
+from instep.process.torch_private import versions
 from instep.training.normalization.cpu_kernels import cpu_kernels
 from instep.unedited.files.compiled_code import landlock
 
@@ -122,7 +123,7 @@ def _versions() -> dict[str, str]:
 def _warnings() -> list[str]:
     late = devices.changed_devices_warning() if torch_devices.is_in_use() else None
     found = [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]
-    if torch_private.is_newer_than_tried(torch.__version__):
-        newest = ".".join(map(str, torch_private.TRIED[1]))
+    if versions.is_newer_than_tried(torch.__version__):
+        newest = ".".join(map(str, versions.TRIED[1]))
         found.append(f"PyTorch {torch.__version__} is newer than any that was tried ({newest})")
     return found

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import BatchNorm, tree_map
+from instep.process.torch_private.modules import BatchNorm
+from instep.process.torch_private.tensors import tree_map
 
 # ---------------------------------------------------------------------------------- a model
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import get_transport
-from instep.process.torch_private import check_finite_and_unscale_
+from instep.process.torch_private.tensors import check_finite_and_unscale_
 
 WINDOW = 2000
 """Good steps after which a dynamic scale doubles, unless a scaler has another `window`."""

@@ -26,7 +26,7 @@ from instep.distributed.flight_record.script_line import (
 )
 from instep.errors import TrainingError
 from instep.process.patching import PatchHandle, patches
-from instep.process.torch_private import is_transformed, unwrap_transformed
+from instep.process.torch_private.autograd import is_transformed, unwrap_transformed
 from instep.training.batches import loop_ends, noted_losses, progress
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.batches.trackers import BatchTracker, ManualBatchTracker, count_collective

@@ -8,7 +8,7 @@ from operator import attrgetter
 from torch import nn
 
 from instep.distributed.communication.transport import Transport
-from instep.process.torch_private import hooks_of, later_hooks_of
+from instep.process.torch_private.autograd import hooks_of, later_hooks_of
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_bucket import GradBucket

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.identity.torch_devices import has_kernel
-from instep.process.torch_private import assert_async
+from instep.process.torch_private.tensors import assert_async
 from instep.training.errors import MixedSumsError
 
 LENGTH = 64

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
-from instep.process.torch_private import (
+from instep.process.torch_private.tensors import (
     flatten_dense_tensors,
     foreach_copy_,
     unflatten_dense_tensors,

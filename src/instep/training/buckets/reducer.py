@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.process.exit_status import group_ranks
-from instep.process.torch_private import hooks_of
+from instep.process.torch_private.autograd import hooks_of
 from instep.training.batches import progress
 from instep.training.buckets.bucket_sets import BucketSets, has_user_hooks
 from instep.training.buckets.bucket_sums import finish_buckets

@@ -27,7 +27,7 @@ from instep.distributed.flight_record.script_line import (
 )
 from instep.distributed.identity import torch_devices
 from instep.distributed.watchdog.call_stack import script_line
-from instep.process.torch_private import tree_leaves, tree_map_only
+from instep.process.torch_private.tensors import tree_leaves, tree_map_only
 from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.blocks import Block

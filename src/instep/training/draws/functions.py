@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.process.patching import Function, Patch
-from instep.process.torch_private import VF, device_constructors
+from instep.process.torch_private.devices import device_constructors
+from instep.process.torch_private.modules import VF
 from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.forward_calls import ForwardCall

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from instep.process.patching import ignored_warnings
-from instep.process.torch_private import OperationMode
+from instep.process.torch_private.dispatch import OperationMode
 from instep.training.random_ops import draws_nothing
 from instep.training.random_streams import default_generators
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.distributed.flight_record.recorder import recorder
-from instep.process.torch_private import disable_compile
+from instep.process.torch_private.compiler import disable_compile
 
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""

@@ -21,7 +21,7 @@ from instep.distributed import neighbors
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.process.exit_status import format_ranks
-from instep.process.torch_private import is_fsdp_parameter
+from instep.process.torch_private.distributed import is_fsdp_parameter
 from instep.training.batches import progress
 from instep.training.drift.comparison import has_replicas, is_of_replica
 from instep.training.drift.optimizers import after_each_step, follow_optimizers, parameters_of

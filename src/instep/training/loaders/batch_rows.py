@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from instep.process.torch_private import tree_flatten, tree_map
+from instep.process.torch_private.tensors import tree_flatten, tree_map
 from instep.training.blocks import Block, is_record, tensor_leaves
 from instep.training.errors import CannotShardError
 

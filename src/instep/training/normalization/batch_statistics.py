@@ -17,7 +17,8 @@ from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import BatchNorm, InstanceNorm, disable_compile
+from instep.process.torch_private.compiler import disable_compile
+from instep.process.torch_private.modules import BatchNorm, InstanceNorm
 from instep.training import forward_calls
 from instep.training.batches.registry import may_be_share, note_collective
 from instep.training.forward_calls import Scope, replica_of_part

@@ -26,7 +26,7 @@ from instep.distributed.communication.transport import get_transport, use_transp
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.numbers import Doubles, Numbers, NumbersTransport
 from instep.errors import TrainingError
-from instep.process.torch_private import BatchNorm
+from instep.process.torch_private.modules import BatchNorm
 from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
 from instep.training.normalization.cpu_kernels import cpu_kernels

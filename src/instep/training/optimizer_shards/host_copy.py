@@ -26,7 +26,7 @@ from instep.distributed.numbers import on_all_ranks
 from instep.distributed.shm.memory.host_memory import HostMemory, numa_nodes
 from instep.process import settings
 from instep.process.malloc import release_pages
-from instep.process.torch_private import storage_use_count
+from instep.process.torch_private.tensors import storage_use_count
 from instep.training.optimizer_shards.layout import Part, flatten
 from instep.training.optimizer_shards.waiting_threads import do_others_wait
 

@@ -15,11 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.storage import TypedStorage
 
 from instep.distributed.communication.tensors import is_dense
-from instep.process.torch_private import (
-    DisableTorchFunctionSubclass,
-    typed_storage,
-    untyped_storage_of,
-)
+from instep.process.torch_private.dispatch import DisableTorchFunctionSubclass
+from instep.process.torch_private.tensors import typed_storage, untyped_storage_of
 
 _ALIGNMENT = 64  # bytes; enough for every dtype
 _PROTOCOL = 5

@@ -14,7 +14,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
 from instep.process.exit_status import describe_exit
 from instep.process.patching import Function
-from instep.process.torch_private import ended_loader_workers
+from instep.process.torch_private.loaders import ended_loader_workers
 from instep.unedited.errors import LostWorkerError
 
 _is_loading = False

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from instep.process import PACKAGE_FOLDER, frames_from, is_installed, is_stdlib
 from instep.process.patching import Function
-from instep.process.torch_private import end_loader_workers
+from instep.process.torch_private.loaders import end_loader_workers
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay

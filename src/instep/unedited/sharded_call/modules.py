@@ -14,7 +14,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.flight_record.recorder import phase
 from instep.process import in_main_thread
 from instep.process.patching import Function
-from instep.process.torch_private import is_in_forward_ad, peek_interpreter_stack
+from instep.process.torch_private.autograd import is_in_forward_ad, peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
 from instep.unedited.sharded_call.counting import call_counts
 from instep.unedited.sharded_call.one_process.fallback import current_fallback

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from instep.distributed.communication.tensors import as_bytes
 from instep.process import in_main_thread
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private.autograd import current_graph_task_id
 from instep.training.autograd_graph import roots_of
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import current_region

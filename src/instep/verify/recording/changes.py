@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import DataLoaderIterator, tree_map
+from instep.process.torch_private.loaders import DataLoaderIterator
+from instep.process.torch_private.tensors import tree_map
 from instep.training import replicas, shards
 from instep.training.drift.optimizers import parameters_of
 from instep.training.optimizer_shards.sharded_step import DividedState

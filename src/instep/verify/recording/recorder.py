@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private.autograd import current_graph_task_id
 from instep.training.autograd_graph import roots_of
 from instep.unedited import session
 from instep.unedited.sharded_call.counting import call_counts

@@ -17,7 +17,7 @@ from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
 from instep.process import print_line
 from instep.process.patching import Patch, PatchHandle
-from instep.process.torch_private import tree_leaves
+from instep.process.torch_private.tensors import tree_leaves
 from instep.training.amp.casting import active_dtype, cast, cast_functions
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from instep.compat.apex.amp._amp_state import _amp_state
 from instep.process.patching import patches
-from instep.process.torch_private import tree_map_only
+from instep.process.torch_private.tensors import tree_map_only
 from instep.training.amp.casting import active_dtype, no_cast
 
 _HALF = (torch.float16, torch.bfloat16)

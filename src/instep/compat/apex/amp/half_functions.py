@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.process.patching import patches
-from instep.process.torch_private import VF
+from instep.process.torch_private.modules import VF
 from instep.training.amp.casting import active_dtype, cast, no_cast
 
 

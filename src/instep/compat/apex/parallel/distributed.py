@@ -20,7 +20,7 @@ from instep.distributed.communication.transport import (
 )
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import PatchHandle
-from instep.process.torch_private import queue_callback
+from instep.process.torch_private.autograd import queue_callback
 from instep.training import gradients
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec

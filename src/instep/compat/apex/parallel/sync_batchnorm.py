@@ -9,7 +9,7 @@ from torch.nn.functional import relu
 from instep.distributed.communication.groups import Group, group
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
-from instep.process.torch_private import BatchNorm
+from instep.process.torch_private.modules import BatchNorm
 from instep.training.normalization.batchnorm import normalize
 
 Ranks = Group | dist.ProcessGroup | None

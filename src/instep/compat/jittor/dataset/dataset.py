@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import default_collate
 
 from instep.distributed.rendezvous import bootstrap
-from instep.process.torch_private import tree_map_only
+from instep.process.torch_private.tensors import tree_map_only
 from instep.training.blocks import Block
 from instep.training.loaders.block_batches import empty_block
 from instep.training.shards import ShardedLoader

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import neg_view
+from instep.process.torch_private.tensors import neg_view
 
 
 def is_plain(tensor: Tensor) -> bool:

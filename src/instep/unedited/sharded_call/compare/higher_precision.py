@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instep.distributed.numbers import on_any_rank
 from instep.process.patching import replaced
-from instep.process.torch_private import fp32_precision, set_fp32_precision
+from instep.process.torch_private.devices import fp32_precision, set_fp32_precision
 from instep.training.pytree import flatten, unflatten
 from instep.unedited.sharded_call.compare.call_comparison import CallComparison
 from instep.unedited.sharded_call.compare.rounding import SINGLE, float32_computed_in

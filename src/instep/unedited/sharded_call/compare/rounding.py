@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.process.patching import ignored_warnings
-from instep.process.torch_private import cpu_has_tf32, fp32_precision, hooks_of, run_backward
+from instep.process.torch_private.autograd import hooks_of, run_backward
+from instep.process.torch_private.devices import cpu_has_tf32, fp32_precision
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain

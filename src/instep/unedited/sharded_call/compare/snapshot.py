@@ -8,12 +8,9 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from instep.process.torch_private import (
-    COMPILER_NOTES,
-    BatchNorm,
-    InstanceNorm,
-    set_version_counter,
-)
+from instep.process.torch_private.compiler import COMPILER_NOTES
+from instep.process.torch_private.modules import BatchNorm, InstanceNorm
+from instep.process.torch_private.tensors import set_version_counter
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.pytree import versions
 from instep.training.random_streams import RNGStates

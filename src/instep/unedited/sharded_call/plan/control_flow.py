@@ -25,7 +25,7 @@ from torch import Tensor
 from instep.distributed.watchdog.signals.rank_signals import is_of_handler
 from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
-from instep.process.torch_private import skip_frame
+from instep.process.torch_private.compiler import skip_frame
 from instep.unedited.sharded_call.plan.module_properties import is_library
 
 _READING = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy")

@@ -19,13 +19,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from instep.process import is_installed
 from instep.process.patching import ignored_warnings
-from instep.process.torch_private import (
-    dispatch_mode_stack,
-    function_mode_stack,
-    has_script_buffers,
-    is_caching_weights,
-    saved_tensors_hooks,
-)
+from instep.process.torch_private.autograd import saved_tensors_hooks
+from instep.process.torch_private.dispatch import dispatch_mode_stack, function_mode_stack
+from instep.process.torch_private.modules import has_script_buffers, is_caching_weights
 from instep.training.pytree import MAX_OBJECTS
 from instep.unedited.objects.referents import referents, walk
 from instep.unedited.objects.script_code import functions_of, names_in

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from instep.distributed.generator_states import is_generator, is_global
-from instep.process.torch_private import COMPILER_NOTES, DisableTorchFunctionSubclass
+from instep.process.torch_private.compiler import COMPILER_NOTES
+from instep.process.torch_private.dispatch import DisableTorchFunctionSubclass
 from instep.training.pytree import PLAIN
 from instep.unedited.objects.graph_node import (
     C_DATA,

@@ -16,15 +16,13 @@ from instep.distributed.communication.transport import Transport, get_transport,
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
 from instep.process.patching import Function
-from instep.process.torch_private import (
+from instep.process.torch_private.autograd import (
     VMAP,
     current_graph_task_id,
     interpreter_stack,
     is_transformed,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
 )
+from instep.process.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
 from instep.training.autograd_graph import Root, roots_of
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck

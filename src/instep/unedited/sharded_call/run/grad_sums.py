@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
-from instep.process.torch_private import current_graph_task_id, hooks_of
+from instep.process.torch_private.autograd import current_graph_task_id, hooks_of
 from instep.training.autograd_graph import Root, next_nodes, node_of, walk
 from instep.training.blocks import Block
 from instep.training.buckets.bucket_sums import finish_buckets

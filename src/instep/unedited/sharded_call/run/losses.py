@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from instep.process.patching import Function
-from instep.process.torch_private import disable_compile, legacy_reduction
+from instep.process.torch_private.compiler import disable_compile
+from instep.process.torch_private.modules import legacy_reduction
 from instep.unedited.sharded_call.run.mappings import reduce_from_region, scatter_to_region
 from instep.unedited.sharded_call.run.region import current_region, is_inside
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from instep.process.patching import Function
-from instep.process.torch_private import BatchNorm, disable_compile
+from instep.process.torch_private.compiler import disable_compile
+from instep.process.torch_private.modules import BatchNorm
 from instep.training.normalization import batchnorm
 from instep.training.normalization.kernels import Shard
 from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import tree_flatten, tree_map_only, tree_unflatten
+from instep.process.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
 from instep.training.blocks import Block
 from instep.training.draws import bernoulli
 from instep.training.draws.kernels import intercepted_draws

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.process.patching import replaced
-from instep.process.torch_private import current_autograd_node, current_graph_task_id
+from instep.process.torch_private.autograd import current_autograd_node, current_graph_task_id
 from instep.training import forward_calls
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.blocks import Block

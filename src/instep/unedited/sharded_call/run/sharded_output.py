@@ -22,11 +22,8 @@ from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
 from instep.process.patching import Function
-from instep.process.torch_private import (
-    DisableTorchFunctionSubclass,
-    make_wrapper_subclass,
-    tree_map_only,
-)
+from instep.process.torch_private.dispatch import DisableTorchFunctionSubclass
+from instep.process.torch_private.tensors import make_wrapper_subclass, tree_map_only
 from instep.training.blocks import Block
 from instep.training.pytree import versions
 from instep.unedited.sharded_call.plan.sharding_plan import MemoryOrder

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.process.torch_private import DisableTorchFunctionSubclass
+from instep.process.torch_private.dispatch import DisableTorchFunctionSubclass
 from instep.training.pytree import flatten
 
 

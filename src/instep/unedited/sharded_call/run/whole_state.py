@@ -20,7 +20,7 @@ from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.identity import torch_devices
 from instep.process import in_main_thread
-from instep.process.torch_private import skip_frame
+from instep.process.torch_private.compiler import skip_frame
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import find_whole_leaves
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.process.patching import Function, replaced
-from instep.process.torch_private import script_operations
+from instep.process.torch_private.dispatch import script_operations
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.shards.node_names import named_as_mean
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import OperationMode, skip_methods
+from instep.process.torch_private.compiler import skip_methods
+from instep.process.torch_private.dispatch import OperationMode
 
 _Arguments = Mapping[str, Any]
 """Of an operation of torch.ops.aten, by name."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from instep.distributed.communication.tensors import apply
 from instep.process.patching import Function
-from instep.process.torch_private import current_graph_task_id, peek_interpreter_stack
+from instep.process.torch_private.autograd import current_graph_task_id, peek_interpreter_stack
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.weighted_layers import WeightedLayer
 

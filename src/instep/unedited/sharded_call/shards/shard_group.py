@@ -19,7 +19,7 @@ from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import Doubles, Numbers
 from instep.process import settings
-from instep.process.torch_private import foreach_add, foreach_add_
+from instep.process.torch_private.tensors import foreach_add, foreach_add_
 from instep.training.blocks import Block, blocks_of
 
 _SUMMED_BY_TREE = (torch.float32, torch.float64)

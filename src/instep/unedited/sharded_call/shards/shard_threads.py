@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import dispatch_mode_stack, function_mode_stack
+from instep.process.torch_private.dispatch import dispatch_mode_stack, function_mode_stack
 from instep.unedited.sharded_call.shards.index_checks import IndexChecks
 
 T = TypeVar("T")
