@@ -33,7 +33,7 @@ from instep.launch.job import Job
 from instep.launch.multi_node.connections import HostResult, SupervisorConnections
 from instep.launch.multi_node.hosts import JobInfo
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
-from instep.launch.rank_process import RankProcess, RankSpec
+from instep.launch.ranks.rank_process import RankProcess, RankSpec
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.process.failure import RankExit
 

@@ -218,8 +218,8 @@ class RankOrigin:
         theirs.close()
 
     def start_rank(self, spec: Any) -> Any:
-        """As instep.launch.rank_process.start_rank."""
-        from instep.launch.rank_process import RankProcess
+        """As instep.launch.ranks.rank_process.start_rank."""
+        from instep.launch.ranks.rank_process import RankProcess
 
         ours, theirs = socket.socketpair()
         with theirs, open(os.devnull) as nothing:

@@ -19,13 +19,14 @@ from instep.process.patching import PatchHandle
 from instep.training.draws import kernels
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
+from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.call_tuner import (
     FIRST_CALLS,
     CallTuner,
     GainEstimate,
     TimedStep,
 )
+from instep.unedited.sharded_call.plan.module_state import temporary_modules
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run import timed_calls

@@ -26,8 +26,8 @@ from instep.errors import (
     OtherDataError,
     OtherModelError,
 )
-from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.on_disk import storage
 from instep.training.checkpoint.time_limit import SignalFlag
 from pool import run
 

@@ -16,7 +16,7 @@ import forked_jobs
 import instep
 from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.process.procfs import pid_space
-from instep.training.checkpoint import state_shards, storage
+from instep.training.checkpoint.on_disk import state_shards, storage
 from pool import run
 
 pytestmark = pytest.mark.slow
@@ -175,7 +175,7 @@ def test_the_part_of_a_rank_that_died_is_not_waited_for():
 SCRIPT = """
 import sys, torch, instep
 from torch import distributed as dist, nn
-from instep.training.checkpoint import storage
+from instep.training.checkpoint.on_disk import storage
 
 def write(path, tensors, original=storage.write_tensors):
     while is_slow and dist.is_initialized():

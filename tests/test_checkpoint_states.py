@@ -17,7 +17,8 @@ import instep.precision
 from instep.compat.apex import amp
 from instep.distributed.identity import torch_devices
 from instep.errors import NewerFormatError
-from instep.training.checkpoint import random_states, storage
+from instep.training.checkpoint import random_states
+from instep.training.checkpoint.on_disk import storage
 from pool import run
 
 pytestmark = pytest.mark.slow

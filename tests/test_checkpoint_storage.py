@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from instep.errors import CannotSaveError, DamagedCheckpointError, InstepWarning, NewerFormatError
-from instep.training.checkpoint import storage
-from instep.training.checkpoint.state_trees import decode, encode
-from instep.training.checkpoint.tensor_files import read_tensors, write_tensors
+from instep.training.checkpoint.on_disk import storage
+from instep.training.checkpoint.on_disk.state_trees import decode, encode
+from instep.training.checkpoint.on_disk.tensor_files import read_tensors, write_tensors
 
 
 def same(a, b):

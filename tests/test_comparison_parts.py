@@ -12,12 +12,15 @@ from torch import nn
 
 from instep.unedited.sharded_call.compare.graph_difference import find_change, find_difference
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
-from instep.unedited.sharded_call.plan import attribute_changes
-from instep.unedited.sharded_call.plan.attribute_changes import MAX_VALUES, AttributeChanges
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import candidate_divisions
-from instep.unedited.sharded_call.plan.module_properties import find_hooks, parts_of
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
+from instep.unedited.sharded_call.plan.module_state import attribute_changes
+from instep.unedited.sharded_call.plan.module_state.attribute_changes import (
+    MAX_VALUES,
+    AttributeChanges,
+)
+from instep.unedited.sharded_call.plan.module_state.module_properties import find_hooks, parts_of
+from instep.unedited.sharded_call.plan.module_state.object_graph import ObjectGraph
 
 
 class Keeps(nn.Module):

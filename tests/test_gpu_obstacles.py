@@ -18,8 +18,8 @@ from instep.training import replicas
 from instep.training.blocks import Block
 from instep.training.draws.kernels import DrawMode
 from instep.unedited.sharded_call import modules, outermost_call
-from instep.unedited.sharded_call.plan import module_properties
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.module_state import module_properties
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.random_numbers import GlobalBatchDraws, _RandomCall
 from instep.verify.recording import changes, recorder

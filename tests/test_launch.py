@@ -16,7 +16,7 @@ from instep import cli
 from instep.errors import CommandLineError
 from instep.launch import default_ranks
 from instep.launch.job import Job
-from instep.launch.rank_variables import threads_per_rank
+from instep.launch.ranks.rank_variables import threads_per_rank
 from instep.process import procfs
 from launching import Launch
 from test_stalls import read_until

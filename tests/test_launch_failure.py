@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from instep.distributed.identity.launchers import FAILURE_FILE
-from instep.launch.rank_process import RankProcess, RankSpec
-from instep.launch.reaper import end_ranks
+from instep.launch.ranks.rank_process import RankProcess, RankSpec
+from instep.launch.ranks.reaper import end_ranks
 from instep.process import PACKAGE_FOLDER
 from instep.process.exit_status import system_exit_code
 from instep.process.failure import (
@@ -690,7 +690,7 @@ def test_a_job_goes_on_without_its_reaper(launch: Launch) -> None:
     with launch.start("-n", 2, script) as process:
         launch.events(2)
         (reaper,) = [
-            p for p in launch.processes() if any("launch.reaper" in w for w in p.cmdline())
+            p for p in launch.processes() if any("launch.ranks.reaper" in w for w in p.cmdline())
         ]
         reaper.kill()
         launch.call(2)

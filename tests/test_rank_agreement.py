@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan import attribute_changes
+from instep.unedited.sharded_call.plan.module_state import attribute_changes
 from pool import ranks
 from sharded_training import sharding
 

@@ -19,7 +19,7 @@ from instep.launch.multi_node.hosts import (
     parse_address,
     wrong_hosts,
 )
-from instep.launch.rank_variables import count_cores
+from instep.launch.ranks.rank_variables import count_cores
 from instep.launch.remote.host_slots import parse_hosts
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.launch.restarts.attempts import run_attempts

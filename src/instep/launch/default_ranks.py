@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from instep.errors import CommandLineError
-from instep.launch.rank_variables import count_cores
+from instep.launch.ranks.rank_variables import count_cores
 from instep.process import print_line, settings
 
 RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")

@@ -23,10 +23,10 @@ from instep.launch.job import Job
 from instep.launch.multi_node import connections
 from instep.launch.multi_node.connections import HostResult, Message, SupervisorConnections
 from instep.launch.multi_node.hosts import JobInfo, join_hosts
-from instep.launch.output import OutputMode, choose_output
-from instep.launch.rank_process import RankProcess, RankSpec, StartRank, start_rank
-from instep.launch.rank_variables import rank_environment
-from instep.launch.reaper import Reaper, end_ranks
+from instep.launch.ranks.output import OutputMode, choose_output
+from instep.launch.ranks.rank_process import RankProcess, RankSpec, StartRank, start_rank
+from instep.launch.ranks.rank_variables import rank_environment
+from instep.launch.ranks.reaper import Reaper, end_ranks
 from instep.launch.signals import (
     AFTER_FAILURE,
     AFTER_INTERRUPT,

@@ -21,10 +21,10 @@ from instep.launch.elastic.hosts import INTERVAL, HostDiscovery, HostTable, Slot
 from instep.launch.elastic.worlds import plan_slots, rank_variables
 from instep.launch.errors import StartError
 from instep.launch.multi_node.hosts import ONE_NODE, join_hosts
-from instep.launch.output import choose_output
-from instep.launch.rank_process import RankProcess, RankSpec, start_rank
-from instep.launch.rank_variables import rank_environment
-from instep.launch.reaper import Reaper, end_ranks
+from instep.launch.ranks.output import choose_output
+from instep.launch.ranks.rank_process import RankProcess, RankSpec, start_rank
+from instep.launch.ranks.rank_variables import rank_environment
+from instep.launch.ranks.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
 from instep.process import print_line, settings, storage
 from instep.process.exit_status import format_ranks, shell_exit_code

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from instep.distributed.identity.world import World
 from instep.launch.elastic.hosts import Slot
-from instep.launch.rank_variables import world_variables
+from instep.launch.ranks.rank_variables import world_variables
 
 
 def plan_slots(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from instep.launch import supervisor
 from instep.launch.job import Job
-from instep.launch.rank_process import StartRank
+from instep.launch.ranks.rank_process import StartRank
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
 from instep.launch.restarts.standbys import Standbys
 from instep.launch.supervisor import JobResult

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from instep.distributed.identity.launchers import JOB, is_launcher_variable
-from instep.launch import rank_process
-from instep.launch.rank_process import RankProcess, RankSpec
+from instep.launch.ranks import rank_process
+from instep.launch.ranks.rank_process import RankProcess, RankSpec
 from instep.launch.worker import static_opt_out
 from instep.process import python_command
 from instep.process.procfs import environ_size

@@ -22,7 +22,7 @@ from instep.launch.multi_node.supervisor_rendezvous import (
     Values,
     join_rendezvous,
 )
-from instep.launch.rank_variables import world_variables
+from instep.launch.ranks.rank_variables import world_variables
 from instep.process import print_line, settings
 from instep.unedited import session
 

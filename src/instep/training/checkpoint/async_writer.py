@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 from instep.process import print_line
-from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
 from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.on_disk import storage
+from instep.training.checkpoint.on_disk.state_shards import ShardedWrite
 from instep.training.checkpoint.resume_point import ResumePoint
-from instep.training.checkpoint.state_shards import ShardedWrite
 
 
 class AsyncWriter:

@@ -16,10 +16,12 @@ from instep.distributed.numbers import each_on_any_rank, on_all_ranks
 from instep.process import print_line
 from instep.process.exit_status import REQUEUE
 from instep.training import replicas
-from instep.training.checkpoint import storage
 from instep.training.checkpoint.async_writer import AsyncWriter
 from instep.training.checkpoint.errors import CannotSaveError, CheckpointError, OtherModelError
 from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.on_disk import storage
+from instep.training.checkpoint.on_disk.state_shards import ShardedDraft
+from instep.training.checkpoint.on_disk.storage import EncodedState
 from instep.training.checkpoint.random_states import gather_states, restore_states
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.saved_objects import (
@@ -30,8 +32,6 @@ from instep.training.checkpoint.saved_objects import (
     prepare,
     state_of,
 )
-from instep.training.checkpoint.state_shards import ShardedDraft
-from instep.training.checkpoint.storage import EncodedState
 from instep.training.checkpoint.time_limit import SignalFlag
 
 _TRAINING = "training"

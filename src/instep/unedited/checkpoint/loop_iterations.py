@@ -19,8 +19,8 @@ from instep.distributed.identity import torch_devices
 from instep.distributed.numbers import each_on_any_rank
 from instep.process import frames_from, print_line
 from instep.process.exit_status import REQUEUE
-from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.on_disk import storage
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.time_limit import SignalFlag
 from instep.training.random_streams import RNGStates

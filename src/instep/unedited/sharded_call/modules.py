@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.outermost_call import call_outermost, sharding
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import has_rows
-from instep.unedited.sharded_call.plan.module_properties import (
+from instep.unedited.sharded_call.plan.module_state.module_properties import (
     has_parameters,
     has_work,
     ignored_grad_warnings,

@@ -16,11 +16,12 @@ from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
 from instep.unedited.sharded_call.counting import call_counts, count_batch
-from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
+from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
-from instep.unedited.sharded_call.plan.module_properties import (
+from instep.unedited.sharded_call.plan.module_state import temporary_modules
+from instep.unedited.sharded_call.plan.module_state.module_properties import (
     caches_weights,
     find_gpu_state,
     find_hooks,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from instep.unedited.sharded_call.plan.module_properties import CALL_HOOKS, is_named_in
+from instep.unedited.sharded_call.plan.module_state.module_properties import CALL_HOOKS, is_named_in
 
 _FORWARD = "forward"
 

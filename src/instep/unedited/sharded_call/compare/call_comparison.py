@@ -28,12 +28,12 @@ from instep.unedited.sharded_call.compare.whole.whole_gradients import StatePair
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import floats_read, stop_at_branches
 from instep.unedited.sharded_call.plan.division import Division, is_entries
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
-from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan, with_entries
-from instep.unedited.sharded_call.plan.stored_parameters import (
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.stored_parameters import (
     StoredParameter,
     find_stored_parameters,
 )
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan, with_entries
 from instep.unedited.sharded_call.run.argument_writes import write_back
 from instep.unedited.sharded_call.run.forward.joined_outputs import (
     LocalOutputs,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN
 from instep.unedited.objects.graph_node import GraphNode, is_same
-from instep.unedited.sharded_call.plan.module_properties import computes_weight
-from instep.unedited.sharded_call.plan.object_graph import (
+from instep.unedited.sharded_call.plan.module_state.module_properties import computes_weight
+from instep.unedited.sharded_call.plan.module_state.object_graph import (
     ObjectGraph,
     describe_change,
     is_variable,

@@ -25,7 +25,7 @@ from instep.unedited.sharded_call.compare.rounding import SINGLE, float32_comput
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, is_entries
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 

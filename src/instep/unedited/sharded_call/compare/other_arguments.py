@@ -29,7 +29,7 @@ from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import probe_flow
 from instep.unedited.sharded_call.plan.division import is_entries
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import run_whole
 from instep.unedited.sharded_call.run.forward.joined_outputs import join_output

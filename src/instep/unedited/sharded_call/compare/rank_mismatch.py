@@ -22,7 +22,7 @@ from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column
 from instep.unedited.sharded_call.plan.division import values_in
-from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
+from instep.unedited.sharded_call.plan.module_state.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain

@@ -29,7 +29,7 @@ from instep.process.patching import Function, replaced
 from instep.process.pending_writes import marked_file, opens_to_write
 from instep.process.torch_private.autograd import HOOKED_NODE
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.plan.module_properties import is_library
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind, WholeReason
 
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)

@@ -18,7 +18,11 @@ from instep.unedited.objects.graph_node import is_same
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph, is_variable, join
+from instep.unedited.sharded_call.plan.module_state.object_graph import (
+    ObjectGraph,
+    is_variable,
+    join,
+)
 from instep.unedited.sharded_call.plan.whole_reasons import FREEZES, ReasonKind, WholeReason
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput

@@ -28,7 +28,7 @@ from instep.unedited.sharded_call.plan.division import (
     max_rows,
     tensors_in,
 )
-from instep.unedited.sharded_call.plan.object_graph import FUNCTIONS
+from instep.unedited.sharded_call.plan.module_state.object_graph import FUNCTIONS
 
 _MAX_FLAGS = 64
 """Of an object with options; it may have any number of attributes."""

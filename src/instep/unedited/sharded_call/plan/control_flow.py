@@ -26,7 +26,7 @@ from instep.distributed.watchdog.signals.rank_signals import is_of_handler
 from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
 from instep.process.torch_private.compiler import skip_frame
-from instep.unedited.sharded_call.plan.module_properties import is_library
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 
 _READING = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy")
 _WHOLE_NUMBERS = "biu"

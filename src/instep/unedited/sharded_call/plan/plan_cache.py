@@ -22,15 +22,15 @@ from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
 from instep.training.pytree import Structure, is_cache
 from instep.unedited.objects.branch_conditions import BranchConditions
-from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
-from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_compared_change
 from instep.unedited.sharded_call.plan.bound_call import BoundCall, is_number, is_text, kind_of
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, GainEstimate
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
 from instep.unedited.sharded_call.plan.division import shapes_of, size_differences
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state import attribute_changes, temporary_modules
+from instep.unedited.sharded_call.plan.module_state.attribute_changes import AttributeChanges
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.stored_parameters import MOVED
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.stored_parameters import MOVED
 from instep.unedited.sharded_call.plan.whole_reasons import ReasonKind, WholeReason
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
@@ -197,7 +197,7 @@ class CacheEntry:
         for k, (old, new) in enumerate(zip_longest(before, given)):
             if repr(old) != repr(new):
                 self.changes[k] = self.changes.get(k, 0) + 1
-                is_new |= is_compared_change(self.changes[k], self.calls)
+                is_new |= attribute_changes.is_compared_change(self.changes[k], self.calls)
         return is_new
 
     def is_sampled(self, plan: ShardingPlan) -> bool:

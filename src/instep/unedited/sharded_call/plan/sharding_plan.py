@@ -14,7 +14,7 @@ from instep.training.blocks import Block
 from instep.training.pytree import Structure, one_leaf
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.division import Division
-from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
+from instep.unedited.sharded_call.plan.module_state.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
 MemoryOrder = tuple[int, ...]

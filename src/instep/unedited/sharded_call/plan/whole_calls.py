@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.unedited.sharded_call.plan import temporary_modules
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.module_state import temporary_modules
 
 _MAX_KEYS = 64
 

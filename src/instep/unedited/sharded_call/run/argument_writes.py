@@ -29,7 +29,7 @@ from instep.training.pytree import (
 )
 from instep.unedited.objects.graph_node import HOOK_TABLES, is_table
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
-from instep.unedited.sharded_call.plan.module_properties import computes_weight
+from instep.unedited.sharded_call.plan.module_state.module_properties import computes_weight
 
 
 @dataclass(frozen=True)

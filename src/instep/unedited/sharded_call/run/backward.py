@@ -31,7 +31,7 @@ from instep.training.errors import DriftError
 from instep.training.pytree import find_tensors
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.one_process.fallback import current_fallback
-from instep.unedited.sharded_call.plan.module_properties import find_user_of_data
+from instep.unedited.sharded_call.plan.module_state.module_properties import find_user_of_data
 from instep.unedited.sharded_call.plan.whole_calls import decision_counts
 from instep.unedited.sharded_call.run.execution import wait_for_same_error
 from instep.unedited.sharded_call.run.grad_sums import BucketedBackward, CallGradients

@@ -15,9 +15,9 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.compare.whole.whole_forward import WholeForward
 from instep.unedited.sharded_call.compare.whole.whole_gradients import WholeGradients
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
+from instep.unedited.sharded_call.plan.module_state.stored_parameters import plain_parameters
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
-from instep.unedited.sharded_call.plan.stored_parameters import plain_parameters
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import Written, run_whole
 from instep.unedited.sharded_call.run.random_numbers import WholeDraw, noted_draws

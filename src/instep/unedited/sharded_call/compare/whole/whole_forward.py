@@ -17,7 +17,10 @@ from instep.unedited.sharded_call.compare.side_effects import (
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.control_flow import floats_read
-from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
+from instep.unedited.sharded_call.plan.module_state.module_properties import (
+    is_compiled,
+    library_hooks,
+)
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import (
     ArgumentWatch,

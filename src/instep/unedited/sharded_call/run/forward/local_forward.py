@@ -14,8 +14,8 @@ from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, is_entries
+from instep.unedited.sharded_call.plan.module_state.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch
 from instep.unedited.sharded_call.run.forward.joined_outputs import LocalOutputs
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters

@@ -93,7 +93,7 @@ class Reaper:
         import subprocess
 
         self._process = subprocess.Popen(
-            isolated_command("instep.launch.reaper", job, os.fspath(folder)),
+            isolated_command("instep.launch.ranks.reaper", job, os.fspath(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

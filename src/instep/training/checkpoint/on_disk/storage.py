@@ -32,8 +32,8 @@ from torch import Tensor
 
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.training.checkpoint.errors import DamagedCheckpointError, NewerFormatError
-from instep.training.checkpoint.state_trees import decode, encode
-from instep.training.checkpoint.tensor_files import read_tensors, verify_file, write_tensors
+from instep.training.checkpoint.on_disk.state_trees import decode, encode
+from instep.training.checkpoint.on_disk.tensor_files import read_tensors, verify_file, write_tensors
 from instep.version import __version__
 
 FORMAT = 1

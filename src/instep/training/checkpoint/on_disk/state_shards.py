@@ -24,9 +24,9 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.process.procfs import ProcessHandle, process_address
-from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
-from instep.training.checkpoint.storage import EncodedState, FileRecord
+from instep.training.checkpoint.on_disk import storage
+from instep.training.checkpoint.on_disk.storage import EncodedState, FileRecord
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 
 _TOKEN = ".token"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from instep.training.checkpoint.errors import CannotSaveError
-from instep.training.checkpoint.tensor_files import is_supported
+from instep.training.checkpoint.on_disk.tensor_files import is_supported
 
 _DICTS = (dict, OrderedDict, defaultdict)
 

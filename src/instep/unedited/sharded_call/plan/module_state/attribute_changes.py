@@ -32,7 +32,7 @@ from instep.unedited.objects.namespaces import (
 )
 from instep.unedited.objects.number_expressions import NumberChanges, NumberExpressions
 from instep.unedited.objects.script_code import is_of_script
-from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
+from instep.unedited.sharded_call.plan.module_state.object_graph import ObjectGraph
 
 MAX_TABLES = 512
 """How many containers beside the modules are looked at before each call."""

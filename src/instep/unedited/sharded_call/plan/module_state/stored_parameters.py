@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from instep.training.pytree import PLAIN, items_of
 from instep.unedited.objects.graph_node import HOOK_TABLES, MODULE_TABLES
-from instep.unedited.sharded_call.plan.object_graph import MAX_NODES, has_contents
+from instep.unedited.sharded_call.plan.module_state.object_graph import MAX_NODES, has_contents
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 
 MOVED = WholeReason(

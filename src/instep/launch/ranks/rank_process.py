@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.distributed.identity.launchers import FAILURE_FILE
-from instep.launch.output import Streams
+from instep.launch.ranks.output import Streams
 from instep.launch.worker.control_bytes import BEGUN, GO, READY
 from instep.process import python_command
 from instep.process.failure import Failure, RankExit

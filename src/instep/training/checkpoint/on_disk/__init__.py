@@ -1,0 +1,1 @@
+"""A state on disk: values as JSON, tensors in files of the safetensors format."""
