@@ -272,11 +272,11 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
     registry.reset()
-    scopes._entered = 0
+    scopes._scopes.outermost = 0
     reducer._unfinished.clear()
     averages.externally_averaged.clear()  # of models that are not collected yet
     averages._forwards.clear()
-    forward_calls._last = forward_calls._last_trained = None
+    forward_calls._ended.clear()
     try:
         body: Any = _imported(module)
         for part in name.split("."):

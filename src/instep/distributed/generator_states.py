@@ -88,25 +88,31 @@ def _parts(state: Any) -> Iterator[bytes]:
         yield state.tobytes() if hasattr(state, "tobytes") else repr(state).encode()
 
 
-_separate: dict[str, Any] | None = None
-"""The states in which `separate_states` was last left."""
-_is_separate = False
+class _SeparateStates:
+    """What `separate_states` keeps."""
+
+    states: dict[str, Any] | None = None
+    """Those in which it was last left."""
+    are_set = False
+    """Whether the global generators have them now."""
+
+
+_separate = _SeparateStates()
 
 
 @contextmanager
 def separate_states() -> Iterator[None]:
     """Inside, the global generators go on from where they were when this was last left; outside,
     they are as if nothing had been drawn. Another thread of the script draws as ever."""
-    global _separate, _is_separate
-    if _is_separate or not in_main_thread():
+    if _separate.are_set or not in_main_thread():
         yield
         return
-    before, _is_separate = get_states(), True
-    _set_states(before | (_separate or {}))
+    before, _separate.are_set = get_states(), True
+    _set_states(before | (_separate.states or {}))
     try:
         yield
     finally:
-        _separate, _is_separate = get_states(), False
+        _separate.states, _separate.are_set = get_states(), False
         _set_states(before)
 
 

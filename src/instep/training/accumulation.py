@@ -6,14 +6,35 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from instep.process.scoped_value import ScopedValue
 from instep.training.batches import progress
 
 T = TypeVar("T")
 
-_sync = True
-_accumulating: tuple[object, int] | None = None
-"""The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
-batches had been loaded when it got it."""
+_sync = ScopedValue(True)
+
+
+class _OpenSum:
+    """The loop of `accumulate` that has a batch after which the optimizer does not step."""
+
+    loop: object = None
+    loaded = 0
+    """How many batches had been loaded when it got it."""
+
+    def begin(self, loop: object) -> None:
+        """This loop has such a batch."""
+        self.loop, self.loaded = loop, progress.current.loaded
+
+    def end(self) -> None:
+        """No loop has."""
+        self.loop = None
+
+    def is_open(self) -> bool:
+        """Whether no other batch was loaded since. A loop that was left may live on."""
+        return self.loop is not None and self.loaded == progress.current.loaded
+
+
+_open_sum = _OpenSum()
 
 
 @contextmanager
@@ -24,12 +45,8 @@ def no_sync() -> Iterator[None]:
     the gradient in the end is the same. Gradients with hooks of the script's own are summed in
     every backward: a hook runs once for each, and must see the sum.
     """
-    global _sync
-    before, _sync = _sync, False
-    try:
+    with _sync.set_to(False):
         yield
-    finally:
-        _sync = before
 
 
 def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
@@ -66,19 +83,21 @@ def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
 
 
 def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T, bool]]:
-    global _accumulating
     loop = object()
     try:
         for count, batch in enumerate(loader, start=1):
             count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
             is_last = count % steps == 0 or count == total
-            _accumulating = None if is_last else (loop, progress.current.loaded)
+            if is_last:
+                _open_sum.end()
+            else:
+                _open_sum.begin(loop)
             yield batch, is_last
     finally:
-        if _accumulating is not None and _accumulating[0] is loop:
-            _accumulating = None
+        if _open_sum.loop is loop:
+            _open_sum.end()
 
 
 def is_summing() -> bool:
-    """Whether backward sums gradients now. A loop of `accumulate` that was left may live on."""
-    return _sync and (_accumulating is None or _accumulating[1] != progress.current.loaded)
+    """Whether backward sums gradients now."""
+    return _sync.value and not _open_sum.is_open()

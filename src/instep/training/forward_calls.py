@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import TrainingError
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.autograd import current_graph_task_id, is_transformed
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.batches.candidates import BatchCandidates
@@ -96,21 +97,32 @@ class ForwardCall:
 replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""
 _stack: list[ForwardCall] = []
-_roots: tuple[Root, ...] = ()
+_roots = ScopedValue[tuple[Root, ...]](())
 """From which the running backward goes."""
-_last: ForwardCall | None = None
-_last_trained: ForwardCall | None = None
 
 
-@contextmanager
-def backward_from(roots: Iterable[Root]) -> Iterator[None]:
+class _EndedCalls:
+    """The calls that ended last."""
+
+    last: ForwardCall | None = None
+    trained: ForwardCall | None = None
+    """The last one that needs gradients."""
+
+    def add(self, call: ForwardCall) -> None:
+        self.last = call
+        if call.needs_gradients:
+            self.trained = call
+
+    def clear(self) -> None:
+        self.last = self.trained = None
+
+
+_ended = _EndedCalls()
+
+
+def backward_from(roots: Iterable[Root]) -> AbstractContextManager[object]:
     """While a backward from these runs, gradient checkpointing may make calls again."""
-    global _roots
-    before, _roots = _roots, tuple(roots)
-    try:
-        yield
-    finally:
-        _roots = before
+    return _roots.set_to(tuple(roots))
 
 
 def find_recomputed(replica: object, arguments: object) -> ForwardCall | None:
@@ -121,7 +133,7 @@ def find_recomputed(replica: object, arguments: object) -> ForwardCall | None:
     if current_graph_task_id() == -1:
         return None
     inputs = _addresses(arguments)
-    calls = [call for call in find_calls(_roots)[0] if call.replica is replica]
+    calls = [call for call in find_calls(_roots.value)[0] if call.replica is replica]
     calls = [call for call in calls if call.inputs == inputs] or calls
     if len(calls) > 1 and any(call.draws for call in calls):
         raise TrainingError(
@@ -139,8 +151,9 @@ def _addresses(arguments: object) -> tuple[int, ...]:
 
 def push(call: ForwardCall) -> None:
     """Begin a call; calls nest. Raises TrainingError if the weight of the last one is unused."""
-    if call.needs_gradients and _last_trained is not None and _last_trained.has_unused_weight:
-        _last_trained.has_unused_weight = False
+    trained = _ended.trained
+    if call.needs_gradients and trained is not None and trained.has_unused_weight:
+        trained.has_unused_weight = False
         raise TrainingError(
             "instep.weight was called after a backward, and so states the denominator of the "
             "forward before it, of which no backward followed. Call it between the forward and the "
@@ -154,11 +167,9 @@ def push(call: ForwardCall) -> None:
 
 def pop() -> ForwardCall:
     """End the innermost call."""
-    global _last, _last_trained
-    _last = _stack.pop()
-    if _last.needs_gradients:
-        _last_trained = _last
-    return _last
+    call = _stack.pop()
+    _ended.add(call)
+    return call
 
 
 def drop() -> None:
@@ -173,12 +184,12 @@ def current() -> ForwardCall | None:
 
 def last() -> ForwardCall | None:
     """The innermost call that runs now, else the one that ended last."""
-    return current() or _last
+    return current() or _ended.last
 
 
 def last_trained() -> ForwardCall | None:
     """The innermost call that runs now, else the one that needs gradients and ended last."""
-    return current() or _last_trained or _last
+    return current() or _ended.trained or _ended.last
 
 
 def current_candidates(values: object = ()) -> BatchCandidates:

@@ -78,34 +78,39 @@ _MT19937_BYTES = 4 * (624 + 1)
 """The key and the position of a Mersenne twister in memory."""
 _HEADER_BYTES = object.__basicsize__
 """The reference count and the type of an object."""
-_read_last: tuple[bytes, dict[str, Any]] | None = None
-"""The memory of numpy's global generator, and its state. Kept only where that holds no normal
-number for the next draw (`has_gauss`): then each draw changes the memory of its twister. Whether a
-state with such a number was set since, the memory of the generator itself tells."""
+
+
+class _LastStates:
+    """The global generators as they were when they were last read or set."""
+
+    numpy: tuple[bytes, dict[str, Any]] | None = None
+    """The memory of numpy's, and its state. Kept only where that holds no normal number for the
+    next draw (`has_gauss`): then each draw changes the memory of its twister. Whether a state with
+    such a number was set since, the memory of the generator itself tells."""
+    python: tuple[bytes, float | None, tuple[Any, ...]] | None = None
+    """The memory of Python's, its `gauss_next`, and its state."""
+
+
+_last = _LastStates()
 
 
 def _read_numpy() -> dict[str, Any]:
     """The state of numpy's global generator: 70 us, or 1 us where nothing was drawn since."""
-    if _read_last is not None and _read_last[0] == _memory_of_numpy():
-        return _read_last[1]
+    if _last.numpy is not None and _last.numpy[0] == _memory_of_numpy():
+        return _last.numpy[1]
     state: dict[str, Any] = np.random.get_state(legacy=False)
     _remember(state)
     return state
 
 
-_read_last_python: tuple[bytes, float | None, tuple[Any, ...]] | None = None
-"""The memory of Python's global generator, its `gauss_next`, and its state."""
-
-
 def _read_python() -> tuple[Any, ...]:
     """The state of Python's global generator: 8 us, or 1 us where nothing was drawn since."""
-    global _read_last_python
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     size = random.Random.__base__.__basicsize__ - _HEADER_BYTES  # type: ignore[union-attr]
     memory = ctypes.string_at(id(generator) + _HEADER_BYTES, size)
-    last = _read_last_python
+    last = _last.python
     if last is None or last[:2] != (memory, generator.gauss_next):
-        last = _read_last_python = memory, generator.gauss_next, random.getstate()
+        last = _last.python = memory, generator.gauss_next, random.getstate()
     return last[2]
 
 
@@ -115,9 +120,8 @@ def _write_numpy(state: dict[str, Any]) -> None:
 
 
 def _remember(state: dict[str, Any]) -> None:
-    global _read_last
     memory = _memory_of_numpy() if state.get("has_gauss") == 0 else None
-    _read_last = None if memory is None else (memory, state)
+    _last.numpy = None if memory is None else (memory, state)
 
 
 def _memory_of_numpy() -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -245,7 +246,7 @@ global_process_set = ProcessSet([])
 global_process_set.ranks = None
 
 _registered: list[ProcessSet] = []
-_added = 0
+_set_numbers = itertools.count(1)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -254,7 +255,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Collective: every rank calls it with the same ranks, members or not. Raises WrongArgumentError
     for ranks that do not exist or have a set already, NegotiationError if the ranks disagree.
     """
-    global _added
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= size():
@@ -266,8 +266,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     _agree("add_process_set", ranks)
     session().negotiator.add_group(groups.group(ranks))
-    _added += 1
-    added.process_set_id = _added
+    added.process_set_id = next(_set_numbers)
     _registered.append(added)
     return added
 

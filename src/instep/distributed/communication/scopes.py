@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import itertools
 import pickle
 import time
 import traceback
@@ -33,17 +34,34 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_count = 0
-"""The number of scopes that all ranks have entered; it names the next one in the store."""
-_depth = 0
-"""How many scopes this process is in."""
-_entered = 0
-"""How many scopes it has entered that were in no other one: equal on all ranks, and at any N."""
+_numbers = itertools.count()
+"""Of the scopes that all ranks have entered; a number names a scope in the store."""
+
+
+class _EnteredScopes:
+    """The scopes that this process has entered."""
+
+    depth = 0
+    """How many it is in."""
+    outermost = 0
+    """How many of them were in no other one: equal on all ranks, and at any N."""
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.outermost += not self.depth
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+_scopes = _EnteredScopes()
 
 
 def scope_number() -> int | None:
     """The number of the scope that this process is in; None outside of any."""
-    return _entered if _depth else None
+    return _scopes.outermost if _scopes.depth else None
 
 
 def single_process_scope(rank: int = 0) -> Scope:
@@ -163,7 +181,7 @@ class Scope:
             inside.enter_context(phase("single_process_scope"))
         elif not bootstrap.is_world_of_one():  # a loader has no epoch of the job's here either
             inside.enter_context(bootstrap.world_of_one("a single_process_scope"))
-        inside.enter_context(_counted())
+        inside.enter_context(_scopes.counted())
         self._entered.append((shared, inside))
         return shared.here if shared is not None else Here(runs=True)
 
@@ -177,17 +195,6 @@ class Scope:
         inside.close()
         if shared is not None:
             shared.finish(error)
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    global _depth, _entered
-    _entered += not _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
 
 
 class Here:
@@ -220,15 +227,13 @@ class _SharedScope:
     """One scope of several ranks. The others wait for a key in the store, not in a collective."""
 
     def __init__(self, rank: int, transport: Transport, line: str) -> None:
-        global _count
         self._runs = transport.rank == group_rank(rank, "rank", None)
         self._rank, self._transport, self._line = rank, transport, line
         self._store = bootstrap.store()
-        self._key = f"instep/scope/{_count}"
+        self._key = f"instep/scope/{next(_numbers)}"
         self.here = Here(self._runs)
         self._began = 0.0
         """When this rank began to wait."""
-        _count += 1
         if self._runs:
             self._states = generator_states.get_states()
             leave(self._enter())

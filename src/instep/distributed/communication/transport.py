@@ -7,8 +7,8 @@ torch.distributed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import settings
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.tensors import foreach_copy_
 
 T = TypeVar("T")
@@ -324,8 +325,8 @@ def get_transport(group: Group | None = None) -> Transport:
 
     In a world of one it answers at once, so that no caller has two ways. Raises NotAMemberError.
     """
-    if _override is not None:
-        return _override
+    if _override.value is not None:
+        return _override.value
     if group is not None:
         if not bootstrap.is_world_of_one():
             group.own_group_rank()
@@ -367,18 +368,12 @@ def overlap_group(transport: Transport) -> Transport:
     return ProcessGroupTransport(_overlap_groups[world])
 
 
-_override: Transport | None = None
+_override = ScopedValue[Transport | None](None)
 
 
-@contextmanager
-def use_transport(transport: Transport) -> Iterator[None]:
+def use_transport(transport: Transport) -> AbstractContextManager[object]:
     """Inside, `get_transport()` returns `transport`."""
-    global _override
-    before, _override = _override, transport
-    try:
-        yield
-    finally:
-        _override = before
+    return _override.set_to(transport)
 
 
 def group_rank(rank: int, name: str, group: Group | None) -> int:

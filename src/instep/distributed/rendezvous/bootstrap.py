@@ -51,6 +51,7 @@ from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.distributed import process_groups
 
 _FILES, _FILES_PER_RANK = 512, 4
@@ -66,7 +67,7 @@ _watched: list[weakref.ref[dist.ProcessGroup]] = []
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Without it torch warns at a rank's first message that messages keep the order of all else that it
 sends by NCCL. `instep.send` means that."""
-_is_making_group = False
+_is_making_group = ScopedValue(False)
 """Whether `init` makes the process group of torch."""
 
 
@@ -180,7 +181,7 @@ def _init(
         check_devices_differ(store, world, device_name(device), row_of(device.type).title)
     # NCCL's threads read the store once a second as long as the job lasts: not through Python.
     store_of_torch = bare if device.type != "cpu" else store
-    with _making_group():
+    with _is_making_group.set_to(True):
         dist.init_process_group(
             backend,
             store=store_of_torch,
@@ -235,24 +236,13 @@ def ensure_init() -> None:
 
 def watch_group() -> None:
     """Let a process group that the script made be watched, if it is not yet. Collective."""
-    if _is_making_group or (_watched and _watched[0]() is dist.group.WORLD):
+    if _is_making_group.value or (_watched and _watched[0]() is dist.group.WORLD):
         return
     _remember_watched()
     _mention_unused_checkpoint()
     world = current()
     if world.size > 1:
         client.start_watcher(world, store(), key(), listener)
-
-
-@contextmanager
-def _making_group() -> Iterator[None]:
-    """Inside, the group that is made is instep's, which has its watchers by then."""
-    global _is_making_group
-    _is_making_group = True
-    try:
-        yield
-    finally:
-        _is_making_group = False
 
 
 def _remember_watched() -> None:

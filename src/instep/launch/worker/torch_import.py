@@ -21,9 +21,31 @@ from instep.process.patching import Function
 
 _DISABLED = "__dynamo_disable"
 """The attribute in which torch keeps what torch._dynamo makes of a function at its first call."""
-_called_directly: WeakSet[Function] = WeakSet()
-_is_imported = False
-"""Whether torch._dynamo is."""
+
+
+class _DirectCalls:
+    """Functions that are called directly, until torch._dynamo is imported."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._called_directly: WeakSet[Function] = WeakSet()
+
+    def add(self, function: Any) -> None:
+        """Call this one directly, too."""
+        with suppress(AttributeError, TypeError):  # it takes no attributes or references
+            self._called_directly.add(function)
+            setattr(function, _DISABLED, function)
+
+    def end(self, _: object) -> None:
+        """For the import of torch._dynamo."""
+        self.is_over = True
+        while self._called_directly:
+            function = self._called_directly.pop()
+            with suppress(AttributeError):
+                delattr(function, _DISABLED)
+
+
+_direct_calls = _DirectCalls()
 
 
 def prepare() -> None:
@@ -127,7 +149,7 @@ def defer_torch_compile() -> None:
 
     It brings sympy and 800 other modules, which takes each process as long as torch itself.
     """
-    after_import("torch._dynamo", _end_deferral)
+    after_import("torch._dynamo", _direct_calls.end)
     after_import("torch._compile", _defer_in_disable)
     after_import("torch.optim.optimizer", _defer_in_step)
 
@@ -146,10 +168,8 @@ def _defer_in_disable(module: Any) -> None:
         if fn is None:
             return functools.partial(disable, recursive=recursive)
         disabled: Function = original(fn, recursive)
-        if not _is_imported:
-            with suppress(AttributeError, TypeError):  # it takes no attributes or references
-                _called_directly.add(fn)
-                setattr(fn, _DISABLED, fn)
+        if not _direct_calls.is_over:
+            _direct_calls.add(fn)
         return disabled
 
     module._disable_dynamo = disable
@@ -168,7 +188,7 @@ def _defer_in_step(module: Any) -> None:
 
         @functools.wraps(step)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_imported:
+            if _direct_calls.is_over:
                 return compiled(self, *args, **kwargs)
             with torch.set_grad_enabled(self.defaults["differentiable"]):
                 return step(self, *args, **kwargs)
@@ -176,12 +196,3 @@ def _defer_in_step(module: Any) -> None:
         return run
 
     module._use_grad_for_differentiable = decorate
-
-
-def _end_deferral(_: object) -> None:
-    global _is_imported
-    _is_imported = True
-    while _called_directly:
-        function = _called_directly.pop()
-        with suppress(AttributeError):
-            delattr(function, _DISABLED)

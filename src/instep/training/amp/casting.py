@@ -72,7 +72,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 # ------------------------------------------------------------------------- torch's functions
 
-_devices: tuple[str, ...] = ()
+_devices: list[str] = []
 """The types of device whose functions are cast."""
 
 
@@ -83,9 +83,8 @@ def cast_functions(dtype: torch.dtype, device_types: Iterable[str]) -> None:
     use: a cache would outlive the optimizer's step. Backward computes in the dtypes that forward
     chose.
     """
-    global _devices
     stop_casting()
-    _devices = tuple(device_types)
+    _devices[:] = device_types
     torch.set_autocast_cache_enabled(False)
     for device_type in _devices:
         torch.set_autocast_dtype(device_type, dtype)
@@ -96,12 +95,11 @@ def cast_functions(dtype: torch.dtype, device_types: Iterable[str]) -> None:
 
 def stop_casting() -> None:
     """End `cast_functions`."""
-    global _devices
     for device_type in _devices:
         torch.set_autocast_enabled(device_type, False)
     if _devices:
         torch.set_autocast_cache_enabled(True)
-    _devices = ()
+    _devices.clear()
 
 
 def active_dtype() -> torch.dtype | None:

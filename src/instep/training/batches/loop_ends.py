@@ -29,8 +29,6 @@ from instep.training.batches.progress import is_followed
 _MAX_SHOWN = 32
 """The ends of so many loops are compared at once: by so many a rank may be ahead of another."""
 _loader_numbers = count()
-_first_number = 0
-"""Of the loaders since all loops were forgotten."""
 
 
 class _End(NamedTuple):
@@ -50,9 +48,15 @@ class _LoopEnds:
     """The ends of loops on this rank so far."""
 
     def __init__(self) -> None:
+        self.latest: deque[_End] = deque(maxlen=_MAX_SHOWN)
+        self.clear(first_loader=0)
+
+    def clear(self, first_loader: int) -> None:
+        """Begin anew, with the loader of this number."""
+        self.first_loader = first_loader
         self.number = 0
         """How many there were."""
-        self.latest: deque[_End] = deque(maxlen=_MAX_SHOWN)
+        self.latest.clear()
         self.has_warned = False
 
     def add(self, end: _End) -> None:
@@ -138,15 +142,14 @@ def note_end(loader: int) -> None:
     if loader < 0 or not is_followed() or bootstrap.current().size == 1:
         return
     frame = script_frame(sys._getframe(1))
-    number = loader - _first_number
+    number = loader - _ends.first_loader
     _ends.add(_End(number, frame.f_code.co_filename, frame.f_lineno, torch.is_grad_enabled()))
     _ends.show(is_last=False)
 
 
 def reset() -> None:
     """Forget all loops; some ranks may have made more loaders than others before."""
-    global _ends, _first_number
-    _ends, _first_number = _LoopEnds(), next(_loader_numbers)
+    _ends.clear(next(_loader_numbers))
     neighbors.reset()
 
 

@@ -12,16 +12,34 @@ from torch.utils.data import DistributedSampler
 from instep.process import in_main_thread
 from instep.process.patching import Function, Patch, PatchHandle
 
-_begun: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The iterators of such loaders that have given a batch."""
-_count = 0
+
+class _BatchCounter:
+    """Counts the batches that the main thread takes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The iterators of such loaders that have given a batch."""
+
+    def take(self, original: Function, iterator: Any) -> Any:
+        """For `__next__` of a loader's iterator."""
+        batch = original(iterator)
+        sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
+        if isinstance(sampler, DistributedSampler) and torch.is_grad_enabled():
+            if iterator in self._begun:
+                self.count += in_main_thread()
+            self._begun.add(iterator)
+        return batch
+
+
+_counter = _BatchCounter()
 
 
 @functools.cache
 def follow_loaders() -> PatchHandle:
     """From now on batches are counted; once, for good."""
     owner = "torch.utils.data.dataloader:_BaseDataLoaderIter"
-    return PatchHandle([Patch(owner, "__next__", _take)])
+    return PatchHandle([Patch(owner, "__next__", _counter.take)])
 
 
 def count_batches() -> int:
@@ -29,15 +47,4 @@ def count_batches() -> int:
 
     The first batch of each iterator is left out, too: often one rank takes one to show it.
     """
-    return _count
-
-
-def _take(original: Function, iterator: Any) -> Any:
-    global _count
-    batch = original(iterator)
-    sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
-    if isinstance(sampler, DistributedSampler) and torch.is_grad_enabled():
-        if iterator in _begun:
-            _count += in_main_thread()
-        _begun.add(iterator)
-    return batch
+    return _counter.count

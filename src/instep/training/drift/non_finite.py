@@ -148,6 +148,10 @@ class _FindingReport:
     pending: _Finding | None = None
     has_shown: bool = False
 
+    def clear(self) -> None:
+        """Forget what was found, so that it is shown again."""
+        self.pending, self.has_shown = None, False
+
     def drop_stale(self) -> None:
         """Forget a finding whose gradient is not there any more."""
         if self.pending is not None and not self.pending.is_current():
@@ -231,8 +235,7 @@ def _name_in_modules(parameter: Tensor) -> str:
 
 def reset() -> None:
     """Forget what was found, so that it is shown again."""
-    global _report
-    _report = _FindingReport(_report.show)
+    _report.clear()
 
 
 def zero_non_finite(tensor: Tensor) -> Tensor:

@@ -49,29 +49,35 @@ class GradientAverage:
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients Horovod or DDP averages over ranks, with their GradientAverage."""
-_stated: float | None = None
-"""This rank's fraction of the loss that has its backward next, if `instep.weight` has stated it."""
 _forwards: dict[tuple[Block | None, ...], BatchCandidates] = {}
 """The batches of the models' forwards since the last one that had a backward."""
-_loaded_at_backward: int | None = None
-"""How many batches had been loaded at the first backward after these; None before it."""
+
+
+class _NextBackward:
+    """What is known of the next backward."""
+
+    stated: float | None = None
+    """This rank's fraction of its loss, if `instep.weight` has stated it."""
+    loaded: int | None = None
+    """How many batches had been loaded at the first backward after these; None before it."""
+
+
+_next = _NextBackward()
 
 
 def state_weight(fraction: float) -> None:
     """The next backward of gradients that are averaged has this rank's fraction of its loss."""
-    global _stated
-    _stated = fraction
+    _next.stated = fraction
 
 
 def note_forward(inputs: object) -> None:
     """A model whose gradients are averaged is called with these."""
-    global _loaded_at_backward
     candidates = find_candidates(inputs)
     if not torch.is_grad_enabled():
         return
-    if _loaded_at_backward is not None:
+    if _next.loaded is not None:
         _forwards.clear()
-        _loaded_at_backward = None
+        _next.loaded = None
     _forwards[candidates.blocks] = candidates
 
 
@@ -82,19 +88,18 @@ def batch() -> BatchCandidates:
 
 def may_need_weight() -> bool:
     """Whether the next backward's loss may need a weight. Not collective."""
-    global _loaded_at_backward
     if not externally_averaged:
         return False
-    if _loaded_at_backward not in (None, progress.current.loaded):
+    if _next.loaded not in (None, progress.current.loaded):
         _forwards.clear()  # it is of another batch, and no forward has told which
-    _loaded_at_backward = progress.current.loaded
+    _next.loaded = progress.current.loaded
     candidates = batch()
     if not candidates.is_single:
         return True
     (block,) = candidates.blocks
     if block is None:
         return False
-    return _stated is not None or _is_uneven(block) or bool(_unchecked) or has_manual_batches()
+    return _next.stated is not None or _is_uneven(block) or bool(_unchecked) or has_manual_batches()
 
 
 def zero_if_placeholder(grad: Tensor) -> Tensor | None:
@@ -145,9 +150,8 @@ def _address(tensor: Tensor) -> int:
 def _weight(
     found: set[GradientAverage], roots: tuple[Root, ...], block: Block, transport: Transport
 ) -> float:
-    global _stated
-    if _stated is not None:
-        fraction, _stated = _stated, None
+    if _next.stated is not None:
+        fraction, _next.stated = _next.stated, None
         return fraction * (block.size if all(each.is_mean for each in found) else 1)
     is_uneven = _is_uneven(block)
     is_due = _note_check(found, is_uneven)

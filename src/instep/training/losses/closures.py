@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
+from instep.process.scoped_value import ScopedValue
 from instep.training.autograd_graph import Root
 from instep.training.buckets.reducer import reducer_of
 from instep.training.drift.optimizers import parameters_of
@@ -30,25 +30,14 @@ Closure = Callable[[], Any]
 Noted = list[tuple[float, float]]
 """Numbers on which backward is called, each with this rank's weight of it."""
 
-_noted: Noted | None = None
+_noted = ScopedValue[Noted | None](None)
 
 
 def note_loss(roots: Iterable[Root], weight: float) -> None:
     """Backward is called on these, with this weight."""
-    if _noted is not None:
+    if _noted.value is not None:
         tensors = (root for root in roots if isinstance(root, Tensor))
-        _noted.extend((each.item(), weight) for each in tensors if each.numel() == 1)
-
-
-@contextmanager
-def _noted_losses() -> Iterator[Noted]:
-    """Collect the losses of the backwards inside."""
-    global _noted
-    before, _noted = _noted, []
-    try:
-        yield _noted
-    finally:
-        _noted = before
+        _noted.value.extend((each.item(), weight) for each in tensors if each.numel() == 1)
 
 
 def follow_steps() -> None:
@@ -76,7 +65,8 @@ def _loss_of_batch(closure: Closure) -> Any:
     It is replaced if it is the sum of the losses on which the closure has called backward.
     Collective. Raises TrainingError on every rank if it is not, and differs between the ranks.
     """
-    with _noted_losses() as noted:
+    noted: Noted = []
+    with _noted.set_to(noted):
         loss = closure()
     value = loss.item() if isinstance(loss, Tensor) else float(loss)
     own = sum(each for each, _ in noted)

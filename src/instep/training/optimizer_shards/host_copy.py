@@ -152,7 +152,7 @@ class HostCopy:
         places = {id(parameter): place for place, parameter in enumerate(columns[0])}
         self.places = [places[id(part.parameter)] for part in parts]
         self._bounds = [(part.start, part.stop) for part in parts]
-        self._memory, self._transport, self._forks = memory, transport, _forks
+        self._memory, self._transport, self._forks = memory, transport, _forks.count
         views: list[Tensor] = []
         slices: list[list[Tensor]] = []
         offset = 0
@@ -186,7 +186,7 @@ class HostCopy:
         """Whether the copy is what the script sees on all ranks, or can become it."""
         has_moved = self._layouts != [_layout(tensor) for column in columns for tensor in column]
         seen = torch.tensor(
-            [has_moved, memory.has_private_pages(), self._forks != _forks],
+            [has_moved, memory.has_private_pages(), self._forks != _forks.count],
             dtype=torch.int32,
             device="cpu",
         )
@@ -214,7 +214,7 @@ class HostCopy:
 
     def _take_new_memory(self, memory: HostMemory, transport: Transport) -> bool:
         """Let what is shared be written to new memory; False if there is none."""
-        self._forks = _forks
+        self._forks = _forks.count
         try:
             descriptor = transport.open_memory(memory.size)
         except SharedMemoryError:
@@ -232,14 +232,25 @@ def _count_python_references(tensor: Tensor) -> int:
 
 _PYTHON_REFERENCES = _count_python_references(torch.empty(1, device="cpu"))
 """Of a storage that nobody else has."""
-_forks = 0
-"""How often this process has forked since the first `HostCopy`."""
-_counts_forks = False
 
 
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
+class _ForkCounter:
+    """How often this process has forked since the first `HostCopy`."""
+
+    count = 0
+    _is_counting = False
+
+    def begin(self) -> None:
+        """Count from now on, if it does not yet."""
+        if not self._is_counting:
+            self._is_counting = True
+            os.register_at_fork(after_in_parent=self._add)
+
+    def _add(self) -> None:
+        self.count += 1
+
+
+_forks = _ForkCounter()
 
 
 def are_many(parameters: Sequence[Tensor]) -> bool:
@@ -262,10 +273,7 @@ def _are_near(transport: Transport) -> bool:
 
 def _open(size: int, transport: Transport) -> HostMemory | None:
     """New memory on all ranks, or None on all of them. Collective."""
-    global _counts_forks
-    if not _counts_forks:
-        _counts_forks = True
-        os.register_at_fork(after_in_parent=_count_fork)
+    _forks.begin()
     try:
         descriptor = transport.open_memory(size)
     except SharedMemoryError:

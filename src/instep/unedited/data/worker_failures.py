@@ -17,38 +17,43 @@ from instep.process.patching import Function
 from instep.process.torch_private.loaders import ended_loader_workers
 from instep.unedited.errors import LostWorkerError
 
-_is_loading = False
-"""Whether the main thread waits for a batch."""
-_has_child_ended = False
-"""Whether a child process has ended while it did something else."""
+
+class _MainThread:
+    """What the main thread does, and has missed."""
+
+    is_loading = False
+    """Whether it waits for a batch."""
+    has_child_ended = False
+    """Whether a child process has ended while it did something else."""
+
+
+_main_thread = _MainThread()
 
 
 def check_workers(original: Function) -> None:
     """For what torch calls in the main thread when a child process has ended: it raises an error
     if that was a worker which has failed."""
-    global _has_child_ended
-    if _is_loading:
+    if _main_thread.is_loading:
         original()
     else:
-        _has_child_ended = True
+        _main_thread.has_child_ended = True
 
 
 @contextmanager
 def raising_here(batches: Any) -> Iterator[None]:
     """In here the main thread waits for a batch of torch's iterator, and gets the error."""
-    global _is_loading, _has_child_ended
-    before = _is_loading
+    before = _main_thread.is_loading
     try:
         if in_main_thread():
-            _is_loading = True
-            if _has_child_ended:
-                _has_child_ended = False
+            _main_thread.is_loading = True
+            if _main_thread.has_child_ended:
+                _main_thread.has_child_ended = False
                 if ended := ended_loader_workers(batches):
                     pid, code = ended[0]
                     raise RuntimeError(f"DataLoader worker (pid {pid}) {describe_exit(code)}")
         yield
     finally:
-        _is_loading = before
+        _main_thread.is_loading = before
 
 
 def check_is_known(error: BaseException, batches: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from instep.distributed.watchdog.signals.rank_signals import is_of_handler
 from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.compiler import skip_frame
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 
@@ -80,17 +81,15 @@ class ControlFlow:
     def traced(self, *, stops: bool = False) -> Iterator[ForwardTrace]:
         """Inside, forwards on this thread are traced; if it `stops`, NewBranch is raised before
         the first line of a branch that no compared call has taken."""
-        global _current
         trace, before = ForwardTrace(self._codes, self._readings, stops=stops), sys.gettrace()
-        outer, _current = _current, trace
         methods = [(Tensor, name, _noting(getattr(Tensor, name), trace)) for name in _READING]
-        with replaced(*methods):
+        with replaced(*methods), _current.set_to(trace):
             if before is None:
                 sys.settrace(trace.enter)
             try:
                 yield trace
             finally:
-                trace.is_over, _current = True, outer
+                trace.is_over = True
                 if sys.gettrace() == trace.enter:
                     sys.settrace(None)
 
@@ -209,30 +208,30 @@ class ForwardTrace:
 
 skip_frame(ForwardTrace.enter)  # else torch.compile takes it up in what the script compiles
 
-_current: ForwardTrace | None = None
+_current = ScopedValue[ForwardTrace | None](None)
 
 
 def begin_forward() -> None:
     """Tell apart what this forward reads and what those before it have read."""
-    if _current is not None:
-        _current.readings.append([])
-        _current.floats = []
+    if _current.value is not None:
+        _current.value.readings.append([])
+        _current.value.floats = []
 
 
 def floats_read() -> list[float]:
     """What the last forward of the trace that is under way, if any, has read by `item` and
     `float`."""
-    return [] if _current is None else _current.floats
+    return [] if _current.value is None else _current.value.floats
 
 
 def probe_flow() -> AbstractContextManager[Callable[[], bool]]:
     """See `ForwardTrace.probing`, of the trace that is under way, if any."""
-    return nullcontext(lambda: False) if _current is None else _current.probing()
+    return nullcontext(lambda: False) if _current.value is None else _current.value.probing()
 
 
 def stop_at_branches() -> AbstractContextManager[None]:
     """See `ForwardTrace.stopping`, of the trace that is under way, if any."""
-    return nullcontext() if _current is None else _current.stopping()
+    return nullcontext() if _current.value is None else _current.value.stopping()
 
 
 class _Branches:

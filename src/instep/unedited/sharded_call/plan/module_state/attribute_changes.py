@@ -63,7 +63,7 @@ class AttributeChanges:
     """The attributes of a module and of what they lead to."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = ref(module)  # `_known` must not keep it
+        self._module = ref(module)  # `_watched` must not keep it
         self._tables: list[Table] = []
         self._items: list[Items] = []
         self._counters = Counters(())
@@ -96,9 +96,7 @@ class AttributeChanges:
 
     def update(self) -> None:
         """Before a call: note what the script has changed since the last one."""
-        global _looks
-        _looks += 1
-        self.calls, self.last_look = self.calls + 1, _looks
+        self.calls, self.last_look = self.calls + 1, _watched.note_call()
         self.recent = {}
         found = self._find_changes(by_script=True)
         if self.files.has_changed():
@@ -253,27 +251,43 @@ def _items_in(graph: ObjectGraph, classes: Iterable[type]) -> list[Items]:
     return found[:MAX_TABLES] + [Items(cls.__name__, vars(cls)) for cls in classes]
 
 
-_known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
-_looks = 0
-"""At any module, before a call."""
+class _WatchedModules:
+    """The modules of which a call was divided."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Of all of them."""
+        self.changes: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
+
+    def note_call(self) -> int:
+        """One is about to be called; returns how many such calls there were."""
+        self.calls += 1
+        return self.calls
+
+    def begin(self, module: nn.Module) -> AttributeChanges:
+        """See `begin`."""
+        for each, changes in list(self.changes.items()):
+            if self.calls - changes.last_look > MAX_IDLE:
+                del self.changes[each]
+        if module not in self.changes:
+            self.changes[module] = AttributeChanges(module)
+            self.changes[module].last_look = self.calls
+        return self.changes[module]
+
+
+_watched = _WatchedModules()
 
 
 def changes_of(module: nn.Module) -> AttributeChanges | None:
     """The attributes of a module of which a call was divided."""
-    return _known.get(module)
+    return _watched.changes.get(module)
 
 
 def begin(module: nn.Module) -> AttributeChanges:
     """Look at the attributes of a module from now on, and forget those of idle ones."""
-    for each, changes in list(_known.items()):
-        if _looks - changes.last_look > MAX_IDLE:
-            del _known[each]
-    if module not in _known:
-        _known[module] = AttributeChanges(module)
-        _known[module].last_look = _looks
-    return _known[module]
+    return _watched.begin(module)
 
 
 def clear() -> None:
     """Forget all modules."""
-    _known.clear()
+    _watched.changes.clear()
