@@ -793,7 +793,7 @@ def test_a_cache_by_index_that_only_loading_reads_is_each_ranks_own():
 def test_a_worker_that_is_spawned_is_not_sent_variables_of_the_script():
     rows = RowDataset(Noisy(3), torch.stack, [("square", {"square": lambda x: x * x})])
     sent = pickle.loads(pickle.dumps(rows))
-    assert len(sent.__getitems__(RowRequest(0, 0, [1, 2], True)).samples) == 2
+    assert len(sent.__getitems__(RowRequest(0, 0, [1, 2], is_whole=True)).samples) == 2
 
 
 class Talking(Noisy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from instep.check.origins import Origins
 from instep.check.rank_expressions import RankExpressions, RankType
@@ -24,15 +24,15 @@ class Guard:
     """A condition that differs by rank, and the side of it on which the code is."""
 
     rank_type: RankType
-    on_rank_0: bool
+    on_rank_0: bool = field(kw_only=True)
     """True: the code runs on the first rank only; False: on all the others."""
     test: ast.AST
-    holds: bool = True
+    holds: bool = field(default=True, kw_only=True)
     """False: the code runs where the test fails (an `else`, or after `if rank != 0: return`)."""
 
     def inverted(self) -> Guard:
         """The guard of the other branch."""
-        return Guard(self.rank_type, not self.on_rank_0, self.test, not self.holds)
+        return Guard(self.rank_type, self.test, on_rank_0=not self.on_rank_0, holds=not self.holds)
 
     @property
     def condition(self) -> str:
@@ -66,9 +66,9 @@ class RankGuards:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.test(node.operand, depth)
             if inner is not None:
-                return Guard(inner.rank_type, not inner.on_rank_0, inner.test)
+                return Guard(inner.rank_type, inner.test, on_rank_0=not inner.on_rank_0)
             rank_type = self.ranks.rank_type(node.operand)
-            return Guard(rank_type, True, node) if rank_type else None
+            return Guard(rank_type, node, on_rank_0=True) if rank_type else None
         if isinstance(node, ast.BoolOp):
             found = [g for value in node.values if (g := self.test(value, depth)) is not None]
             return found[0] if found else None
@@ -90,17 +90,17 @@ class RankGuards:
             return None
         if isinstance(op, ast.In | ast.NotIn):
             members = [constant(m) for m in getattr(right, "elts", [])]
-            return Guard(rank_type, (0 in members) == isinstance(op, ast.In), node)
+            return Guard(rank_type, node, on_rank_0=(0 in members) == isinstance(op, ast.In))
         value = constant(right)
         if value == -1:
             return None  # the old value for "not distributed": the same on every rank
         if value == 0 and isinstance(op, ast.GtE | ast.Lt):
             return None  # "distributed" and "not distributed" again
         if isinstance(op, ast.Eq):
-            return Guard(rank_type, value in (0, None), node)
+            return Guard(rank_type, node, on_rank_0=value in (0, None))
         if isinstance(op, ast.NotEq | ast.Gt | ast.GtE):
-            return Guard(rank_type, False, node)
-        return Guard(rank_type, True, node)
+            return Guard(rank_type, node, on_rank_0=False)
+        return Guard(rank_type, node, on_rank_0=True)
 
     def _compare_with_none(self, node: ast.Compare, depth: int) -> Guard | None:
         """`writer is not None`, where the writer is made on one rank only."""
@@ -109,7 +109,7 @@ class RankGuards:
             return None
         guard = self._made_under_guard(node.left, depth - 1)
         is_not = isinstance(node.ops[0], ast.IsNot)
-        return Guard(guard.rank_type, guard.on_rank_0 == is_not, node) if guard else None
+        return Guard(guard.rank_type, node, on_rank_0=guard.on_rank_0 == is_not) if guard else None
 
     def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
         sources = [node, *self.origins.arguments_of(node)]
@@ -134,7 +134,7 @@ class RankGuards:
         last = word.split(".")[-1]
         if last and MAIN.search(last) and not NOT_MAIN.search(last):
             rank_type: RankType = "local rank" if "local" in last else "rank"
-            return Guard(rank_type, True, node or self.script.tree)
+            return Guard(rank_type, node or self.script.tree, on_rank_0=True)
         if depth == 0 or not isinstance(node, ast.Name | ast.Attribute):
             return None
         for binding in self.origins.bindings(node):
@@ -184,7 +184,7 @@ class RankGuards:
     def _scope_guards(self, scope: ast.With) -> Iterator[Guard]:
         for item in scope.items:
             if "single_process_scope" in self.script.call_name(item.context_expr):
-                yield Guard("rank", True, item.context_expr)
+                yield Guard("rank", item.context_expr, on_rank_0=True)
 
     def _early_exit(self, block: ast.AST, child: ast.AST) -> Iterator[Guard]:
         """After `if rank != 0: return` the rest of the block runs on rank 0 only."""
@@ -202,7 +202,7 @@ class RankGuards:
             made = decorator.func if isinstance(decorator, ast.Call) else decorator
             last = self.script.dotted_name(made).split(".")[-1]
             if MAIN.search(last):
-                yield Guard("rank", True, decorator)
+                yield Guard("rank", decorator, on_rank_0=True)
 
     def effective_guard(self, node: ast.AST, depth: int = 4) -> Guard | None:
         """A guard of the node, or one that every call of its function has."""

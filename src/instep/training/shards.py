@@ -269,7 +269,9 @@ class ShardedLoader(DataLoader[T]):
             set_states(self._whole, self._position.generator_states)
             return self._position, RNGStates.capture()
         states = get_states(self._whole)
-        self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False, states)
+        self._position = LoaderPosition(
+            self._position.epoch + 1, generator_states=states, has_ended=False
+        )
         return self._position, None
 
     def state_dict(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def allreduce(
     NameInFlightError, NotAMemberError.
     """
     for look in before_values:
-        look(True)
+        look(reduces=True)
     reduction = parse_reduction(
         "allreduce", name, op, average, prescale_factor, postscale_factor, process_set
     )

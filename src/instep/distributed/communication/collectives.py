@@ -150,7 +150,7 @@ def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str
     check_reachable(tensor)
     transport = transport_of_call(group)
     for look in before_values:
-        look(True)
+        look(reduces=True)
     return transport, check_op(op, tensor.dtype)
 
 

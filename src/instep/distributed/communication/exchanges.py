@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -32,9 +32,16 @@ Shape = tuple[int, ...]
 
 before_collectives: list[Callable[[], None]] = []
 """Called before each collective of a script's to which all ranks must come. They may raise."""
-before_values: list[Callable[[bool], None]] = []
-"""Called before each one that gives a rank the values of others' tensors; with whether it reduces
-them. They may warn."""
+
+
+class BeforeValues(Protocol):
+    """Called before a collective that gives a rank the values of others' tensors. May warn."""
+
+    def __call__(self, *, reduces: bool) -> None:
+        """`reduces`: whether it reduces them."""
+
+
+before_values: list[BeforeValues] = []
 
 
 def transport_of_call(group: Group | None) -> Transport:
@@ -60,7 +67,7 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
     for look in before_values:
-        look(False)
+        look(reduces=False)
     return all_gather_internal(tensor, group)
 
 
@@ -91,7 +98,7 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     """
     check_reachable(tensor)
     for look in before_values:
-        look(False)
+        look(reduces=False)
     transport, root_rank = transport_of_call(group), group_rank(root, "root", group)
     table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     inputs = [tensor if r == root_rank else tensor.new_empty(0) for r in range(transport.size)]

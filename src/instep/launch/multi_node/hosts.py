@@ -131,12 +131,12 @@ def join_hosts(hosts: NodeConfig, ranks: int, fingerprint: JobFingerprint) -> Jo
         store = listening.bind(port_file.LOOPBACK_HOST)
         port = store.getsockname()[1]
         return JobInfo(
-            _nested_name(job),
-            (ranks,),
-            0,
-            port_file.LOOPBACK_HOST,
-            port,
-            True,
+            name=_nested_name(job),
+            sizes=(ranks,),
+            node=0,
+            master=port_file.LOOPBACK_HOST,
+            port=port,
+            one_host=True,
             secret=make_secret(),
             store=store,
         )

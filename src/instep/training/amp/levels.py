@@ -16,7 +16,7 @@ Level = Literal["O0", "O1", "O2", "O3"]
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What a level does. None: the level leaves this as it is."""
 
@@ -46,10 +46,38 @@ def levels(dtype: torch.dtype) -> dict[str, Options]:
     """
     scaled: float | Literal["dynamic"] = "dynamic" if dtype is torch.float16 else 1.0
     return {
-        "O0": Options("O0", torch.float32, False, None, False, 1.0),
-        "O1": Options("O1", None, True, None, None, scaled),
-        "O2": Options("O2", dtype, False, True, True, scaled),
-        "O3": Options("O3", dtype, False, False, False, 1.0),
+        "O0": Options(
+            opt_level="O0",
+            cast_model_type=torch.float32,
+            patch_torch_functions=False,
+            keep_batchnorm_fp32=None,
+            master_weights=False,
+            loss_scale=1.0,
+        ),
+        "O1": Options(
+            opt_level="O1",
+            cast_model_type=None,
+            patch_torch_functions=True,
+            keep_batchnorm_fp32=None,
+            master_weights=None,
+            loss_scale=scaled,
+        ),
+        "O2": Options(
+            opt_level="O2",
+            cast_model_type=dtype,
+            patch_torch_functions=False,
+            keep_batchnorm_fp32=True,
+            master_weights=True,
+            loss_scale=scaled,
+        ),
+        "O3": Options(
+            opt_level="O3",
+            cast_model_type=dtype,
+            patch_torch_functions=False,
+            keep_batchnorm_fp32=False,
+            master_weights=False,
+            loss_scale=1.0,
+        ),
     }
 
 

@@ -135,7 +135,7 @@ def _check_collective() -> None:
 before_collectives.append(_check_collective)
 
 
-def _look_for_placeholders(reduces: bool) -> None:
+def _look_for_placeholders(*, reduces: bool) -> None:
     """Warn, once for each line, of a collective of what was computed from placeholders, too: in the
     loop, and after it if it reduces."""
     if scope_number() is not None or not _trackers or not _trackers[-1].has_placeholders:
@@ -165,7 +165,7 @@ def _check_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _look_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_collective()
-    _look_for_placeholders(True)
+    _look_for_placeholders(reduces=True)
     return original(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ class LoaderPosition:
     batches: int = 0
     samples: int = 0
     """Of the whole batches: those of all ranks."""
-    has_ended: bool = True
+    has_ended: bool = field(default=True, kw_only=True)
     """Whether the loop has come to the end of the epoch, or none has begun."""
     generator_states: list[Tensor] = field(default_factory=list)
     """Of the loader's own generators, before the epoch."""
@@ -56,6 +56,6 @@ class LoaderPosition:
             state["epoch"],
             state["batches"],
             state["samples"],
-            state["has_ended"],
-            state["generators"],
+            has_ended=state["has_ended"],
+            generator_states=state["generators"],
         )

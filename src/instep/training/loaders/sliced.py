@@ -69,7 +69,7 @@ class SlicedLoader(Generic[T]):
         if in_scope:
             position = LoaderPosition(self._position.epoch)
         elif resumed is None:
-            position = self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False)
+            position = self._position = LoaderPosition(self._position.epoch + 1, has_ended=False)
         else:
             position = self._position
         if torch.is_grad_enabled():

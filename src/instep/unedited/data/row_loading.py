@@ -43,7 +43,7 @@ class RowRequest:
     first: int
     """How many samples the loop asked for before the first of these."""
     indices: list[Any]
-    is_whole: bool
+    is_whole: bool = field(kw_only=True)
     """Whether these are all samples of the batch, so that no rank sends any."""
     check: tuple[int, Any] | None = None
     """A sample of another rank's, by number and index: is it the same if this rank loads it?"""
@@ -68,11 +68,11 @@ class LoadPlan:
             return self.whole_request()
         rows = self.indices[self.block.start : self.block.stop]
         check = self._check() if self.checks else None
-        return RowRequest(self.seed, self.first + self.block.start, rows, False, check)
+        return RowRequest(self.seed, self.first + self.block.start, rows, check, is_whole=False)
 
     def whole_request(self) -> RowRequest:
         """All rows of the batch."""
-        return RowRequest(self.seed, self.first, self.indices, True)
+        return RowRequest(self.seed, self.first, self.indices, is_whole=True)
 
     def checksum(self) -> int:
         """Equal on ranks that plan the same samples; 0 if the indices have no stable text."""
@@ -226,7 +226,7 @@ class RowDataset(Dataset[Any]):
         for number, index in enumerate(plan.indices, plan.first):
             if number not in loaded:
                 with rank_local():
-                    self._load(RowRequest(plan.seed, number, [index], True))
+                    self._load(RowRequest(plan.seed, number, [index], is_whole=True))
 
     def load_again(self, plan: LoadPlan) -> Any:
         """Load all rows of a batch of which this rank has loaded its own, which cannot be sent."""

@@ -56,7 +56,7 @@ class Properties:
     """The options of a level, as attributes and in the dict `options`. Setting one changes nothing
     of models that are initialized."""
 
-    def __init__(self, enabled: bool, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, enabled: bool) -> None:
         self.options: dict[str, Any] = {
             "enabled": enabled,
             "opt_level": None if options is None else options.opt_level,

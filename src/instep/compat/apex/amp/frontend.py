@@ -59,7 +59,7 @@ def initialize(
     _amp_state.is_disabled = not enabled
     given = models if optimizers is None else (models, optimizers)
     if not enabled:
-        _amp_state.opt_properties = Properties(False)
+        _amp_state.opt_properties = Properties(enabled=False)
         return given
     if not isinstance(models, nn.Module | list):
         raise TypeError(f"models is a module or a list of modules, not {type(models).__name__}.")
@@ -89,7 +89,7 @@ def initialize(
         loss_scale=_SCALED.get(opt_level) if loss_scale is None else loss_scale,
     )
     _amp_state.mixed = mixed
-    _amp_state.opt_properties = Properties(True, mixed.options)
+    _amp_state.opt_properties = Properties(mixed.options, enabled=True)
     _amp_state.loss_scalers = [LossScaler(scaler) for scaler in mixed.scalers]
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     maybe_print(f"amp: {mixed.options}", rank0=True)
