@@ -39,14 +39,7 @@ from instep.compat.horovod.basics import (
     shutdown,
     size,
 )
-from instep.compat.horovod.compression import Compression
-from instep.compat.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from instep.compat.horovod.gather_broadcast import (
+from instep.compat.horovod.collectives.gather_broadcast import (
     allgather,
     allgather_async,
     alltoall,
@@ -58,10 +51,14 @@ from instep.compat.horovod.gather_broadcast import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from instep.compat.horovod.handles import barrier, join, poll, synchronize
-from instep.compat.horovod.ops import Adasum, Average, Max, Min, Product, Sum
-from instep.compat.horovod.optimizer import DistributedOptimizer
-from instep.compat.horovod.reductions import (
+from instep.compat.horovod.collectives.handles import barrier, join, poll, synchronize
+from instep.compat.horovod.collectives.reduce_scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from instep.compat.horovod.collectives.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -70,12 +67,17 @@ from instep.compat.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
     sparse_allreduce_async,
 )
+from instep.compat.horovod.compression import Compression
+from instep.compat.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from instep.compat.horovod.ops import Adasum, Average, Max, Min, Product, Sum
+from instep.compat.horovod.optimizer import DistributedOptimizer
 from instep.compat.horovod.sync_batch_norm import SyncBatchNorm
 from instep.distributed.flight_record import timeline_file
 from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError

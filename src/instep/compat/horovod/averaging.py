@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
+from instep.compat.horovod.collectives.handles import Handle, JoinedHandle
+from instep.compat.horovod.collectives.reductions import NamedReduction, sparse_allreduce_async
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import CallOrderError
-from instep.compat.horovod.handles import Handle, JoinedHandle
 from instep.compat.horovod.ops import Average, ReduceOp
-from instep.compat.horovod.reductions import NamedReduction, sparse_allreduce_async
 from instep.process.patching import PatchHandle
 from instep.training import gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors

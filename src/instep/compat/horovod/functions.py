@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
+from instep.compat.horovod.collectives.gather_broadcast import broadcast_async_
+from instep.compat.horovod.collectives.handles import Handle, full_name, submit
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.gather_broadcast import broadcast_async_
-from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.negotiation.message_table import Response
 from instep.distributed.rendezvous import signed_pickle

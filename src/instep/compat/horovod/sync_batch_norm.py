@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.modules import batchnorm as torch_batchnorm
 
 from instep.compat.horovod.basics import after_init, is_initialized, size
-from instep.compat.horovod.gather_broadcast import allgather
-from instep.compat.horovod.handles import Handle
+from instep.compat.horovod.collectives.gather_broadcast import allgather
+from instep.compat.horovod.collectives.handles import Handle
+from instep.compat.horovod.collectives.reductions import allreduce_async_
 from instep.compat.horovod.ops import Sum
-from instep.compat.horovod.reductions import allreduce_async_
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private.modules import BatchNorm
 from instep.training.forward_calls import replica_of_part

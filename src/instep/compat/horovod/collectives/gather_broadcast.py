@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
+from instep.compat.horovod.collectives.handles import (
+    Handle,
+    Start,
+    full_name,
+    submit,
+    takes_arguments_of,
+)
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.handles import Handle, Start, full_name, submit, takes_arguments_of
 from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.message_table import Response
 

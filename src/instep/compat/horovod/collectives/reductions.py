@@ -1,4 +1,4 @@
-"""allreduce and reducescatter, grouped or not, in place or not, at once or asynchronous."""
+"""allreduce, grouped or not, in place or not, at once or asynchronous."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set
-from instep.compat.horovod.compression import Compression, Compressor
-from instep.compat.horovod.errors import UnsupportedOpError
-from instep.compat.horovod.gather_broadcast import (
+from instep.compat.horovod.collectives.gather_broadcast import (
     allgather_async,
-    check_has_rows,
-    grouped_allgather,
 )
-from instep.compat.horovod.handles import (
+from instep.compat.horovod.collectives.handles import (
     Handle,
     JoinedHandle,
     Start,
@@ -27,6 +23,8 @@ from instep.compat.horovod.handles import (
     submit,
     takes_arguments_of,
 )
+from instep.compat.horovod.compression import Compression, Compressor
+from instep.compat.horovod.errors import UnsupportedOpError
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.exchanges import before_values
 from instep.distributed.communication.tensors import apply, make_sparse
@@ -281,117 +279,3 @@ def sparse_allreduce_async(
         return make_sparse(results[0].t(), results[1] / divisor, tensor.shape)
 
     return JoinedHandle([indices, values], join)
-
-
-# ------------------------------------------------------------------------------ reducescatter
-
-
-def _start_reducescatter(
-    reduction: NamedReduction, tensors: Tensors, convert: Convert = list
-) -> Handle:
-    for tensor in tensors:
-        check_has_rows(reduction.name, tensor)
-    return submit(
-        "reducescatter",
-        reduction.name,
-        tensors,
-        reduction.process_set,
-        lambda _, results: convert(results),
-        op=op_name("reducescatter", reduction.op),
-        scales=reduction.scales,
-    )
-
-
-class _HorovodReducescatter(torch.autograd.Function):
-    """As in Horovod the derivative of an average gathers the gradients; that of a sum, times the
-    number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, reduction: NamedReduction, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduction = reduction
-        return tuple(_start_reducescatter(reduction, tensors).result())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        reduction: NamedReduction = ctx.reduction
-        before, after = reduction.scales
-        ranks = len(reduction.process_set.members) if reduction.op == Sum else 1
-        scaled = [grad * (ranks * before * after) for grad in grads]
-        gathered = grouped_allgather(scaled, f"{reduction.name}.backward", reduction.process_set)
-        return None, *gathered
-
-
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Combine `tensor` over all ranks; each gets its rows of the result.
-
-    Args:
-        tensor: (rows, ...), the same shape on all ranks. Each rank gets the same number of rows,
-            the first ones one more if the division leaves a remainder.
-        name: by which the ranks' calls are matched.
-        compression: how it is sent.
-        op: Average, Sum, Min, Max or Product.
-        process_set: the ranks that take part.
-        prescale_factor: each rank's tensor is multiplied by it first.
-        postscale_factor: the result is multiplied by it.
-
-    Returns:
-        A new, differentiable tensor. Raises as `allreduce`.
-    """
-    reduction = parse_reduction(
-        "reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
-    )
-    return first(reduction.apply(_HorovodReducescatter, [tensor], compression))
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start `reducescatter`; not differentiable."""
-    reduction = parse_reduction(
-        "reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
-    )
-    return _start_reducescatter(reduction, [tensor], convert=first)
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """`reducescatter` of several tensors of one dtype."""
-    reduction = parse_reduction(
-        "grouped_reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
-    )
-    return reduction.apply(_HorovodReducescatter, tensors, compression)
-
-
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start `grouped_reducescatter`; not differentiable."""
-    reduction = parse_reduction(
-        "grouped_reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
-    )
-    return _start_reducescatter(reduction, tensors)

@@ -1,0 +1,1 @@
+"""Horovod's collectives: allreduce, reducescatter, allgather, broadcast and alltoall."""
