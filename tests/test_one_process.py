@@ -474,6 +474,8 @@ print(f"{loss.item():.10f}")
 save()
 copies = [len(each.copy.slices) for each in divided_steps._steps_of.values()]
 print("copies", copies, "divided", divided_steps.step_counts.divided, file=sys.stderr)
+hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+print("hooks", len(hooks), file=sys.stderr)
 print(step + 1, file=sys.stderr)
 if event == "ends at once":
     sys.stdout.flush()
@@ -535,6 +537,7 @@ def test_ranks_that_take_more_time_than_one_process_end(
         why is not None
     )
     assert several.stderr.count("INS717") == (why is not None)
+    assert f"hooks {int(why is None)}\n" in several.stderr  # alone, its optimizers cost no more
     assert ("phase ALONE" in several.stderr) == (event in ("", "loads ahead"))
     if event == "loads ahead":  # all but the first two steps and those that each rank makes alone
         assert "copies [4] divided 100\n" in several.stderr

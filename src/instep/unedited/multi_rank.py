@@ -30,7 +30,7 @@ from instep.process.import_hooks import after_import
 from instep.process.torch_private.compiler import allow_repeated_backward
 from instep.process.tracebacks import format_error
 from instep.training.draws import kernels
-from instep.training.drift import non_finite
+from instep.training.drift import non_finite, optimizers
 from instep.training.drift.whole_gradients import StepCheck, note_backward
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.data import loaders
@@ -221,6 +221,7 @@ class MultiRankSession:
         loaders.stop_sharing()
         kernels.release()
         note_backward(is_summed=False)
+        optimizers.stop_following()
         rank_signals.disconnect()
         launcher_env.unset_threads()
         cores.apply()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Container, Mapping
 from typing import Any
@@ -13,12 +12,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from instep.distributed.flight_record.recorder import recorder
 from instep.process.torch_private.compiler import disable_compile
 
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
+_hooks: list[RemovableHandle] = []
 _before_steps: list[Callable[[Optimizer], None]] = []
 _after_steps: list[Callable[[Optimizer], None]] = []
 
@@ -28,11 +29,17 @@ _NO_REPLICA = "which is in no replica: make it a part of the model, or call inst
 _Value = bool | int | float | str | None | tuple[Any, ...]
 
 
-@functools.cache
 def follow_optimizers() -> None:
-    """From now on optimizers that step are known; once, for good."""
-    register_optimizer_step_pre_hook(disable_compile(_before_step))
-    register_optimizer_step_post_hook(disable_compile(_after_step))
+    """From now on optimizers that step are known."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(disable_compile(_before_step)))
+        _hooks.append(register_optimizer_step_post_hook(disable_compile(_after_step)))
+
+
+def stop_following() -> None:
+    """This process is the only one from now on: optimizers step without hooks."""
+    while _hooks:
+        _hooks.pop().remove()
 
 
 def before_each_step(function: Callable[[Optimizer], None] | None) -> None:

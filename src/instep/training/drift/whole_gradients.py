@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from instep.process import settings
@@ -43,7 +44,9 @@ class StepCheck:
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, count[int]]
+        """Of the steps that each optimizer makes."""
+        self._numbers = weakref.WeakKeyDictionary()
         self._waits_for_device = str(settings.NAN) == "error"
         self._is_over = False
         self._at_end = ExitStack()
@@ -67,10 +70,11 @@ class StepCheck:
     ) -> None:
         if self._is_over or self._is_compiling():
             return
-        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if _is_summed:
-            return
-        if cmath.isfinite(self._first_sum(optimizer)):
+        numbers = self._numbers.get(optimizer)
+        if numbers is None:
+            numbers = self._numbers[optimizer] = count(1)
+        step = next(numbers)
+        if _is_summed or cmath.isfinite(self._first_sum(optimizer)):
             return
         non_finite = import_module("instep.training.drift.non_finite")
         self._is_over = non_finite.report_step(optimizer, step, self._show)

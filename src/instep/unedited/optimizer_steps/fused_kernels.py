@@ -9,7 +9,7 @@ memory. RMSprop has no such kernel. The results are equal up to rounding, as sum
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
     Without momentum the loop goes through memory as often as the kernel. Of few elements, looking
     at the tensors takes longer than the kernel saves.
     """
-    parameters = [each for each in lists[0] if each is not None]
-    elements = sum(parameter.numel() for parameter in parameters)
-    is_fused = _is_open(options) and bool(options.get("momentum")) and elements >= _FEWEST_ELEMENTS
+    parameters = cast("list[Tensor]", lists[0])
+    if sum(map(Tensor.numel, parameters)) < _FEWEST_ELEMENTS:
+        return original(*lists, **options)
+    is_fused = _is_open(options) and bool(options.get("momentum"))
     is_worth_it = is_fused or are_many(parameters)
     if not (is_worth_it and _is_plain(options) and _has_sgd_kernel(lists)):
         return original(*lists, **options)
