@@ -241,8 +241,13 @@ class RowDataset(Dataset[Any]):
             return self._collate(samples)
 
     def _load(self, request: RowRequest) -> list[Any]:
-        """Seeding takes longer than many a sample, so it is tried without first."""
-        if not in_main_thread():
+        """Seeding takes longer than many a sample, so it is tried without first.
+
+        Samples that have drawn nothing so far are loaded as plain Python loads them by a rank that
+        works alone.
+        """
+        is_as_plain = self._effects.draws is False and get_transport().size == 1
+        if is_as_plain or not in_main_thread():
             return self._samples(request.indices)
         samples = None if self._effects.draws else self._load_unseeded(request.indices)
         if samples is not None:
