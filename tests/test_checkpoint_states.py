@@ -1,5 +1,6 @@
 """The states of scalers, master weights, averages, generators and loaders are resumed exactly."""
 
+import random
 import shutil
 import warnings
 from contextlib import ExitStack, nullcontext
@@ -163,6 +164,50 @@ def test_a_gpu_that_was_not_used_is_not_begun():
     cuda = StandInCUDA(7, initialized=False)
     with cuda.installed():
         assert random_states._capture()["device"] is None
+
+
+def own_generators(folder, save, seed_by_rank):
+    seed = instep.rank if seed_by_rank else 5
+    own = {
+        "torch": torch.Generator().manual_seed(seed),
+        "python": random.Random(seed),
+        "numpy": np.random.default_rng(seed),
+        "older": np.random.RandomState(seed),
+        "bits": np.random.PCG64(seed),
+    }
+
+    def draw():
+        return [
+            torch.randn(3, generator=own["torch"]).tolist(),
+            own["python"].gauss(0, 1),
+            own["numpy"].random(),
+            own["older"].normal(),
+            int(own["bits"].random_raw()),
+        ]
+
+    with instep.Checkpoint(folder, generator=own["torch"], others=own) as checkpoint:
+        if save:
+            draw()
+            checkpoint.save()
+        else:
+            assert checkpoint.resume()
+        return draw()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_generator_of_the_script_goes_on_at_any_number_of_ranks(tmp_path, size):
+    folder = str(tmp_path)
+    expected = run(2, own_generators, folder, True, False)[0]
+    assert run(size, own_generators, folder, False, False) == [expected] * size
+
+
+def test_generators_that_differ_go_on_on_their_ranks(tmp_path):
+    folder = str(tmp_path)
+    first, second = run(2, own_generators, folder, True, True)
+    again = run(3, own_generators, folder, False, True)
+    assert again[:2] == [first, second]
+    for ours, theirs in zip(again[2], zip(first, second, strict=True), strict=True):
+        assert ours not in theirs
 
 
 # ---------------------------------------------------------------------------------- loaders

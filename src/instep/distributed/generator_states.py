@@ -62,6 +62,19 @@ def set_state(generator: Any, state: Any) -> None:
             source.set_state(state)
 
 
+def seed_generator(generator: Any, seed: int) -> None:
+    """Let it begin anew with a seed of 63 bits."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "seed"):  # numpy's RandomState
+        generator.seed(seed % 2**32)
+    else:
+        source = getattr(generator, "bit_generator", generator)
+        source.state = type(source)(seed).state
+
+
 def describe_state(generator: Any) -> str | bytes:
     """Its state, as something that is equal where nothing was drawn in between."""
     state = state_of(generator)

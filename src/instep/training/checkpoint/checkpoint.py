@@ -72,7 +72,8 @@ class Checkpoint:
         keep: how many checkpoints are left; None: all.
         shard_bytes: a model, or another object, whose tensors have so many bytes (by default 1 GiB)
             is written by all ranks that see the folder, each its shard; a smaller one by rank 0.
-        others: more objects with state_dict and load_state_dict, by names of their own.
+        others: more objects with state_dict and load_state_dict, or generators of random numbers
+            (torch's, Python's or numpy's), by names of their own.
 
     Raises CannotSaveError, FolderInUseError, CheckpointError, and ValueError for an `every`, `keep`
     or `shard_bytes` below 1, or a name that instep uses. Collective, as are all its methods.

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.generator_states import is_generator
 from instep.training.buckets.reducer import partial_sums
 from instep.training.checkpoint.errors import CannotSaveError, OtherModelError
 from instep.training.checkpoint.plain_loaders import StatefulLoader, track
+from instep.training.checkpoint.random_states import SavedGenerator
 from instep.training.drift.optimizers import parameters_of
 from instep.training.metrics import Metric
 from instep.training.shards import ShardedLoader
@@ -40,6 +42,8 @@ def prepare(value: Any, name: str) -> Any:
         return StatefulLoader(value) if is_own else value
     if isinstance(value, DataLoader):
         return track(value)
+    if is_generator(value):
+        return SavedGenerator(value)
     advice = "instep.shard(loader) has them." if name == "loader" else "give it both."
     raise CannotSaveError(
         f"{name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
