@@ -324,6 +324,8 @@ def test_sparse_tensors_are_gathered():
         expected[: hvd.size()] = 3.0 / hvd.size()
         expected[4] = 1.0
         assert torch.allclose(handle().to_dense(), expected)
+        with pytest.raises(TypeError, match=r"sparse_coo\. Call sparse_allreduce_async for"):
+            hvd.allreduce(dense.to_sparse(1))
 
 
 # ------------------------------------------------------------------------------- rows that move
@@ -340,6 +342,35 @@ def test_allgather_of_many_few_and_no_rows():
             same, other = hvd.grouped_allgather([mine, torch.ones(1, dtype=dtype)])
             assert torch.equal(same, torch.cat(parts))
             assert other.tolist() == [1] * hvd.size()
+
+
+@ranks(1, 2, 3)
+def test_groups_of_several_dtypes_are_gathered_and_scattered():
+    with initialized():
+        me, n = hvd.rank(), hvd.size()
+        weight = torch.full((me + 1, 2), float(me), requires_grad=True)
+        mine = [weight, torch.tensor([me]), weight.double() * 2, torch.tensor([True]), weight + 1]
+        every = torch.cat([torch.full((k + 1, 2), float(k)) for k in range(n)])
+        expected = [every, torch.arange(n), every.double() * 2, torch.ones(n).bool(), every + 1]
+        started = hvd.grouped_allgather_async(mine, name="rows")
+        gathered = hvd.grouped_allgather(mine, name="all")
+        for results in (gathered, hvd.synchronize(started)):
+            for result, wanted in zip(results, expected, strict=True):
+                assert result.dtype == wanted.dtype
+                assert torch.equal(result.detach(), wanted)
+        (gathered[0].sum() + gathered[2].sum() + gathered[4].sum()).backward()
+        assert torch.equal(weight.grad, torch.full_like(weight, 4.0))
+
+        rows = torch.arange(2.0 * n, requires_grad=True)
+        parts = [rows, rows.double() * 3, torch.arange(2 * n)]
+        start = hvd.grouped_reducescatter_async(parts, name="own", op=hvd.Sum)
+        scattered = hvd.grouped_reducescatter(parts, name="each", op=hvd.Sum)
+        own = torch.arange(2 * me, 2 * me + 2) * n
+        for results in (scattered, hvd.synchronize(start)):
+            assert [each.tolist() for each in results] == [[*own], [*(3 * own)], [*own]]
+            assert [each.dtype for each in results] == [each.dtype for each in parts]
+        (scattered[0].sum() + scattered[1].sum()).backward()
+        assert torch.equal(rows.grad, torch.full_like(rows, 4.0 * n))
 
 
 @ranks(1, 2, 3)
@@ -589,7 +620,8 @@ def test_arguments_that_cannot_be_meant():
             (lambda: hvd.allgather(torch.tensor(1.0)), "needs a tensor with rows"),
             (lambda: hvd.reducescatter(torch.tensor(1.0)), "needs a tensor with rows"),
             (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
-            (lambda: hvd.grouped_allgather([ones, ones.int()]), "float32 on cpu, torch.int32"),
+            (lambda: hvd.grouped_allgather([]), "at least one tensor"),
+            (lambda: hvd.grouped_reducescatter([]), "at least one tensor"),
             (lambda: hvd.broadcast(ones, n), f"root_rank {n} does not take part"),
             (lambda: hvd.broadcast_object(1, n), f"root_rank {n} does not take part"),
             (lambda: hvd.broadcast_parameters(ones, 0), "state_dict.* not Tensor"),

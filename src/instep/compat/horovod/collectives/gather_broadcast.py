@@ -14,6 +14,9 @@ from instep.compat.horovod.collectives.handles import (
     Handle,
     Start,
     full_name,
+    in_order,
+    places_by_dtype,
+    start_by_dtype,
     submit,
     takes_arguments_of,
 )
@@ -58,16 +61,21 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """`allgather` of several tensors of one dtype."""
-    name = full_name("grouped_allgather", name, process_set)
-    return list(apply(_HorovodAllgather, name, process_set, *tensors))
+    """`allgather` of several tensors; those of one dtype are sent as one."""
+    places = places_by_dtype(full_name("grouped_allgather", name, process_set), tensors)
+    gathered = [
+        apply(_HorovodAllgather, own, process_set, *(tensors[each] for each in at))
+        for own, at in places.items()
+    ]
+    return in_order(places.values(), gathered)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `grouped_allgather`; not differentiable."""
-    return _start_allgather(full_name("grouped_allgather", name, process_set), tensors, process_set)
+    name = full_name("grouped_allgather", name, process_set)
+    return _start_allgather(name, tensors, process_set)
 
 
 def _start_allgather(
@@ -75,6 +83,10 @@ def _start_allgather(
 ) -> Handle:
     for tensor in tensors:
         check_has_rows(name, tensor)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return start_by_dtype(
+            lambda own, alike: _start_allgather(own, alike, process_set), name, tensors, list
+        )
     return submit(
         "allgather",
         name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.errors import WrongArgumentError
+from instep.distributed.communication.errors import UnsuitableTensorError
 from instep.distributed.communication.exchanges import before_collectives
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Request, Response
@@ -65,6 +66,22 @@ class JoinedHandle(Handle):
     wait = __call__ = result
 
 
+def places_by_dtype(name: str, tensors: Sequence[Tensor]) -> dict[str, list[int]]:
+    """The places of the tensors of each dtype, by the names of the collectives that send them: the
+    first one has this name, without tensors too."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    names = [f"{name}.{dtype}" if number else name for number, dtype in enumerate(places)]
+    return dict(zip(names, places.values(), strict=True)) or {name: []}
+
+
+def in_order(places: Iterable[list[int]], results: Iterable[Sequence[T]]) -> list[T]:
+    """The results of collectives whose tensors had these places, in the order of the places."""
+    found = dict(zip(chain(*places), chain(*results), strict=True))
+    return [found[place] for place in range(len(found))]
+
+
 def start_by_dtype(
     start: Callable[[str, list[Tensor]], Handle],
     name: str,
@@ -75,19 +92,9 @@ def start_by_dtype(
 
     The handle's result is `convert` of all results, in the order of the tensors.
     """
-    places: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.dtype, []).append(place)
-    handles: list[Handle] = []
-    for dtype, own in places.items():
-        own_name = f"{name}.{dtype}" if handles else name
-        handles.append(start(own_name, [tensors[place] for place in own]))
-
-    def join(results: list[list[Tensor]]) -> Any:
-        found = dict(zip(chain(*places.values()), chain(*results), strict=True))
-        return convert([found[place] for place in range(len(tensors))])
-
-    return JoinedHandle(handles, join)
+    places = places_by_dtype(name, tensors)
+    handles = [start(own, [tensors[each] for each in at]) for own, at in places.items()]
+    return JoinedHandle(handles, lambda results: convert(in_order(places.values(), results)))
 
 
 Start = Callable[..., Handle]
@@ -164,6 +171,11 @@ def submit(
     if not tensors:
         raise WrongArgumentError(f"{name} takes at least one tensor.")
     for tensor in tensors:
+        if collective == "allreduce" and getattr(tensor, "is_sparse", False):
+            raise UnsuitableTensorError(
+                f"{name} takes dense tensors, not {tensor.layout}. Call sparse_allreduce_async "
+                "for the sum or average of sparse ones, or to_dense() first."
+            )
         check_reachable(tensor)
     dtypes = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
     if len(dtypes) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.collectives.gather_broadcast import check_has_rows, grouped_allgather
-from instep.compat.horovod.collectives.handles import Handle, submit
+from instep.compat.horovod.collectives.handles import Handle, start_by_dtype, submit
 from instep.compat.horovod.collectives.reductions import (
     Convert,
     NamedReduction,
@@ -26,6 +27,12 @@ def _start_reducescatter(
 ) -> Handle:
     for tensor in tensors:
         check_has_rows(reduction.name, tensor)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+
+        def start(name: str, alike: Tensors) -> Handle:
+            return _start_reducescatter(replace(reduction, name=name), alike)
+
+        return start_by_dtype(start, reduction.name, tensors, convert)
     return submit(
         "reducescatter",
         reduction.name,
@@ -110,7 +117,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors of one dtype."""
+    """`reducescatter` of several tensors; those of one dtype are sent as one."""
     reduction = parse_reduction(
         "grouped_reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
     )

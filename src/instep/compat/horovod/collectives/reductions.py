@@ -109,9 +109,8 @@ def parse_reduction(
     process_set: ProcessSet,
 ) -> NamedReduction:
     """The reduction of a collective's arguments; gives it a name if it has none."""
-    full = full_name(collective, name, process_set)
-    scales = (prescale_factor, postscale_factor)
-    return NamedReduction(full, parse_op(op, average), scales, process_set)
+    own, scales = full_name(collective, name, process_set), (prescale_factor, postscale_factor)
+    return NamedReduction(own, parse_op(op, average), scales, process_set)
 
 
 def first(results: list[Tensor]) -> Tensor:
