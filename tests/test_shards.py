@@ -1,5 +1,6 @@
 """This rank's block of every batch of a loader."""
 
+import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -610,3 +611,28 @@ def test_a_collate_fn_that_leaves_none_of_a_ranks_samples_is_named(collate, work
 def test_other_errors_of_a_collate_fn_are_raised_as_they_are():
     with pytest.raises(IndexError):
         next(iter(instep.shard(DataLoader(torch.arange(8.0), 8, collate_fn=broken))))
+
+
+class OneIsMissing(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise FileNotFoundError("no file")
+        return float(index)
+
+
+def load_what_is_missing(workers):
+    loop = iter(instep.shard(DataLoader(OneIsMissing(), 8, num_workers=workers)))
+    with pytest.raises(FileNotFoundError) as caught:
+        next(loop)
+    lines = "".join(traceback.format_exception(caught.value))
+    return lines[lines.index("dataset.__getitems__") :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_sample_names_the_sample_and_no_frame_of_ours(workers):
+    (text,) = run(1, load_what_is_missing, workers)
+    assert "This was sample 5 of the data set." in text
+    assert "random_streams.py" not in text

@@ -30,6 +30,7 @@ from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity import torch_devices
 from instep.process import in_main_thread
+from instep.process.tracebacks import OwnFrames
 
 T = TypeVar("T")
 
@@ -229,10 +230,15 @@ class SeededDataset(Dataset[T], Generic[T]):
 
     def __getitem__(self, sample: SeededIndex) -> T:
         seed_all(derive_seed(self._seed, sample.epoch, sample.index))
-        return self.dataset[sample.index]
+        try:
+            return self.dataset[sample.index]
+        except Exception as error:
+            error.add_note(f"This was sample {sample.index!r} of the data set.")
+            raise
 
     def __getitems__(self, samples: list[SeededIndex]) -> list[T]:
-        loaded = [self[sample] for sample in samples]
+        with OwnFrames():  # a worker makes a text of the traceback
+            loaded = [self[sample] for sample in samples]
         for sample in samples[:1]:  # collate_fn is next
             seed_all(derive_seed(self._seed, sample.epoch, "batch", sample.batch))
         return loaded
