@@ -321,3 +321,24 @@ def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> 
     assert all(word in message for word in words)
     if fault == "scatter" and backend == "shm":  # PyTorch's own record has neither shape nor root
         assert "scatter float32 [4] from rank 1 at" in theirs
+
+
+HOOKED = """\
+import torch
+import instep
+model = instep.replicate(torch.nn.Linear(4, 1))
+if instep.rank == 0:
+    model.weight.{}(lambda each: None)
+for x in instep.shard(torch.utils.data.DataLoader(torch.ones(4, 4), 4)):
+    model(x).mean().backward()
+"""
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_one_rank_is_named_with_its_line(tmp_path, kind) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HOOKED.format(kind))
+    finished = forked_jobs.run("run", "-n", "2", script)
+    assert finished.returncode != 0
+    assert "all_reduce (gradient for the hook at train.py:5) SUM float32" in finished.stderr
+    assert "all_reduce (gradients, bucket 1) SUM" in finished.stderr

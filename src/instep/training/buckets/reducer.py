@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from operator import sub
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import Transport, overlap_group
+from instep.distributed.flight_record.recorder import recorder
 from instep.process.exit_status import group_ranks
-from instep.process.torch_private.autograd import hooks_of
+from instep.process.torch_private.autograd import hooks_of, later_hooks_of
 from instep.training.batches import progress
 from instep.training.buckets.bucket_sets import BucketSets, has_user_hooks
 from instep.training.buckets.bucket_sums import finish_buckets
@@ -251,7 +253,8 @@ class Reducer:
     def _sum_over_ranks(self, index: int, grad: Tensor) -> Tensor:
         checksum = bucket_checksum(grad, self.number, index, step=self._step_number)
         flat = torch.cat([grad.reshape(-1), checksum])
-        self.transport.all_reduce(as_real(flat), "sum").wait()
+        with recorder.with_detail(_describe_hook(self._parameters[index])):
+            self.transport.all_reduce(as_real(flat), "sum").wait()
         self._checksums[index] = flat[-LENGTH:]
         return flat[:-LENGTH].view(grad.shape)
 
@@ -342,6 +345,16 @@ class _Hook:
         if _current is None:  # torch.autograd.grad: the value goes to the user
             return None
         return self._reducer.collect(self._index, grad)
+
+
+def _describe_hook(parameter: nn.Parameter) -> str:
+    """What a sum is for that is made on the spot: "gradient for the hook at train.py:9"."""
+    own = [each for each in hooks_of(parameter).values() if not isinstance(each, _Hook)]
+    for hook in (*own, *(later_hooks_of(parameter) or {}).values()):
+        if (code := getattr(hook, "__code__", None)) is not None:
+            return f"gradient for the hook at {Path(code.co_filename).name}:{code.co_firstlineno}"
+        return f"gradient for the hook {getattr(hook, '__name__', type(hook).__name__)}"
+    return "gradient"
 
 
 def partial_sums() -> list[Tensor]:
