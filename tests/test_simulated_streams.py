@@ -194,7 +194,31 @@ def unedited_in_branches(log: Log) -> None:
     unedited(log, lambda log: of_a_script(log, Branches()), is_sharded=True)
 
 
-TRAININGS = (in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches)
+def called_in_two_streams(log: Log, model: nn.Module) -> None:
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    model.double().to(pool.device())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    log.begin(model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        one = model(x)
+        with In():
+            other = model(x * 2)
+        loss = F.cross_entropy(one, y) + F.cross_entropy(other, y)
+        loss.backward()
+        log.loss(loss)
+        log.step(optimizer, model)
+
+
+def unedited_in_two_streams(log: Log) -> None:
+    """Each parameter has gradients of two calls, of which each is computed in its call's stream."""
+    unedited(log, lambda log: called_in_two_streams(log, mlp(nn.BatchNorm1d(8))), is_sharded=True)
+
+
+TRAININGS = (
+    in_one_stream, in_branches, unedited_in_one_stream, unedited_in_branches,
+    unedited_in_two_streams,
+)  # fmt: skip
 
 
 def trainings(*daily: Callable[[Log], None]) -> list[Any]:
@@ -205,7 +229,7 @@ def trainings(*daily: Callable[[Log], None]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("training", trainings(in_one_stream))
+@pytest.mark.parametrize("training", trainings(in_one_stream, unedited_in_two_streams))
 def test_trainings_that_use_streams_have_the_numbers_of_one_process(
     training: Callable[[Log], None],
 ) -> None:
