@@ -371,6 +371,50 @@ def test_a_draw_of_which_the_data_decide_the_rows_is_named(body: Body, verb: str
     assert len(warned) == 1, "said once"
 
 
+def test_a_trial_leaves_the_generators_of_numpy_and_python() -> None:
+    numbers: dict[int, tuple[float, float]] = {}
+
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        noise = torch.randn(len(y), 8)
+        numbers[len(y)] = random.random(), float(np.random.rand())
+        return y + noise
+
+    model, x = instep.replicate(Drawing(body)), torch.ones(8, 6)
+    random.seed(3)
+    np.random.seed(3)
+    registry.end_step()
+    registry.register(x, Block(0, 2, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstepWarning)
+        model(x)
+    following = random.random(), float(np.random.rand())
+    assert [*numbers] == [16, 8], "there was a trial, with every row twice"
+    random.seed(3)
+    np.random.seed(3)
+    assert numbers[8] == (random.random(), float(np.random.rand()))
+    assert following == (random.random(), float(np.random.rand()))
+
+
+def test_a_model_whose_shapes_go_on_changing_is_not_tried_for_ever() -> None:
+    lengths: list[int] = []
+
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        lengths.append(len(y))
+        torch.randn(len(y) * 3, len(lengths))
+        return y
+
+    model, steps = instep.replicate(Drawing(body)), 30
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstepWarning)
+        for _ in range(steps):
+            x = torch.ones(8, 6)
+            registry.end_step()
+            registry.register(x, Block(0, 2, 16))
+            model(x)
+    trials = len(lengths) - steps
+    assert 0 < trials <= 10, trials
+
+
 def test_draws_under_autocast() -> None:
     def body(model: Drawing, y: Tensor) -> Tensor:
         return attention(model, y) + torch.randn_like(y)
