@@ -310,3 +310,21 @@ def test_second_derivatives_with_frozen_weights_are_those_of_one_process(frozen)
         derivatives(batch_norm, whole[own]), derivatives(F.batch_norm, whole), strict=True
     ):
         torch.testing.assert_close(ours, theirs[own])
+
+
+def slopes(rows):
+    """Of each row of the batch: the gradient of a gradient through the layer."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    layer = instep.replicate(nn.BatchNorm1d(4).double())
+    x = instep.shard(whole).requires_grad_()
+    (first,) = torch.autograd.grad((layer(x) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), x)
+    return first.detach(), second
+
+
+def test_a_placeholder_adds_nothing_to_second_derivatives():
+    (whole,) = run(1, slopes, 2)
+    of_ranks = run(3, slopes, 2)[1:]  # rank 0 has no row
+    for ours, theirs in zip(zip(*of_ranks, strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(ours), theirs)
