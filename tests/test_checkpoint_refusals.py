@@ -23,6 +23,8 @@ class Stream(IterableDataset):
 def make(kind, samples):
     if kind == "map-style":
         return DataLoader(TensorDataset(torch.arange(samples)), 4)
+    if kind == "sharded":
+        return instep.shard(DataLoader(TensorDataset(torch.arange(samples)), 4))
     loader = DataLoader(Stream(samples), 4)
     return loader if kind == "stream" else instep.shard(loader)
 
@@ -55,6 +57,24 @@ def test_a_loader_of_other_data_in_mid_epoch(tmp_path, kind, text):
     assert run(2, take, str(tmp_path), kind, 22, 3) == [None, None]
     for raised in run(2, take, str(tmp_path), kind, 6, None):
         assert re.search(text, raised)
+
+
+def take_epochs(folder, kind, samples, epochs):
+    """How many samples of rank 0's and rank 1's each epoch from the checkpoint on has."""
+    loader = make(kind, samples)
+    checkpoint = instep.Checkpoint(folder, loader=loader)
+    taken = []
+    for _ in checkpoint.epochs(epochs):
+        batches = [batch[0] if isinstance(batch, list) else batch for batch in loader]
+        taken.append(int(instep.all_reduce(torch.tensor(sum(map(len, batches))))))
+        checkpoint.save()
+    checkpoint.close()
+    return taken
+
+
+def test_between_two_epochs_the_data_may_change(tmp_path):
+    assert run(2, take_epochs, str(tmp_path), "sharded", 22, 1) == [[22]] * 2
+    assert run(2, take_epochs, str(tmp_path), "sharded", 18, 3) == [[18, 18]] * 2
 
 
 def test_a_loader_without_an_order(tmp_path):

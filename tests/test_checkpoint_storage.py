@@ -69,6 +69,15 @@ def test_what_is_written_is_read(tmp_path):
     assert sorted(os.listdir(path.parent)) == ["step-00000100"]
 
 
+@pytest.mark.parametrize("later", [torch.tensor([1 / 3]).double() / 3, torch.ones(2)])
+def test_memory_of_an_earlier_copy_serves_for_tensors_of_its_kind_only(later):
+    """Copied into float32, the later tensor would lose half of its digits."""
+    earlier = storage.EncodedState.encode({"model": {"weight": torch.ones(1)}}).copy()
+    state = storage.EncodedState.encode({"model": {"weight": later}}).copy(earlier)
+    (copied,) = state.tensors["model"].values()
+    assert same(copied, later)
+
+
 def test_a_training_that_was_saved_is_the_same(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
