@@ -16,7 +16,7 @@ from instep.errors import (
     UnsuitableTensorError,
     WrongDeviceError,
 )
-from pool import ranks
+from pool import ranks, run
 
 INTEGERS = [
     *(torch.uint8, torch.int8, torch.int16, torch.uint16),
@@ -141,9 +141,17 @@ def test_misuse_says_what_was_seen_and_what_to_do():
         instep.recv(instep.rank)
 
 
-@ranks(2, 3)
-def test_a_barrier_returns():
-    instep.barrier()
+def before_and_after(folder):
+    for k in range(3):
+        (folder / f"{k} {instep.rank}").touch()
+        instep.barrier()
+        arrived = [(folder / f"{k} {rank}").exists() for rank in range(instep.world_size)]
+        assert all(arrived), arrived
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_behind_a_barrier_all_ranks_have_come_to_it(tmp_path, size):
+    run(size, before_and_after, tmp_path)
 
 
 # ------------------------------------------------------------------------------ every dtype
