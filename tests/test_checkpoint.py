@@ -365,7 +365,7 @@ def larger_batches(folder):
         ),
         (OtherModelError, "it has a optimizer, which is not given", no_scheduler),
         (OtherModelError, "it has no ema", no_scheduler),
-        (OtherDataError, "5 samples|over 22 samples; the data set has 20", fewer_samples),
+        (OtherDataError, "after 6 samples .* over 22 samples; the data set has 20", fewer_samples),
         (OtherDataError, "after 6 samples of an epoch, and no batch", larger_batches),
     ],
 )

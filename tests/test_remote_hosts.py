@@ -32,8 +32,14 @@ def test_hosts_and_their_slots() -> None:
     assert parse_hosts("a:2,b,a:1") == {"a": 3, "b": 1}
     assert parse_hosts("a,b:1", 4) == {"a": 4, "b": 1}
     assert take_slots({"a": 2, "b": 2, "c": 9}, 3) == {"a": 2, "b": 1}
-    for wrong in ("a:0", "a:x", "", "a,,b", "-oProxyCommand=x:1"):
-        with pytest.raises(CommandLineError):
+    for wrong, said in (
+        ("a:0", "slots of a is a whole number, not '0'"),
+        ("a:x", "slots of a is a whole number, not 'x'"),
+        ("", "'' is no host"),
+        ("a,,b", "'' is no host"),
+        ("-oProxyCommand=x:1", "'-oProxyCommand=x' is no host. Write hosts as a:4,b:4"),
+    ):
+        with pytest.raises(CommandLineError, match=said):
             parse_hosts(wrong)
     with pytest.raises(CommandLineError, match="5 ranks, but the hosts have 4 slots"):
         take_slots({"a": 2, "b": 2}, 5)
