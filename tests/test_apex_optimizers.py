@@ -270,6 +270,7 @@ def test_zero_grad_does_what_the_constructor_said(kind, none) -> None:
         (lambda p: FusedSGD(p, wd_after_momentum=True), ValueError, "no wd_after_momentum=True"),
         (lambda p: FusedAdagrad(p, adagrad_w_mode=True), ValueError, "no adagrad_w_mode=True"),
         (lambda p: FusedLAMB(p, amsgrad=True), RuntimeError, "AMSGrad"),
+        (lambda p: FusedNovoGrad(p, amsgrad=True), RuntimeError, "FusedNovoGrad does .* AMSGrad"),
         (lambda p: FusedNovoGrad(p, norm_type=1), RuntimeError, "norms 2 and 0"),
         (lambda p: fp16_utils.FP16_Optimizer(p), RuntimeError, "amp.initialize"),
     ],

@@ -131,3 +131,16 @@ def test_a_metric_of_another_library_at_another_number_of_ranks(tmp_path):
         assert run(2, count, str(tmp_path)) == [{"right": 0}, {"right": 1}]
     for text in run(3, count, str(tmp_path)):
         assert "a Score had on 2 ranks, and there are 3 now" in text
+
+
+@pytest.mark.parametrize(
+    ("objects", "said"),
+    [
+        ({"step": 5}, r"step is a int, which has no state_dict\(\) .*; give it both"),
+        ({"loader": range(3)}, r"loader is a range, .*; instep\.shard\(loader\) has them"),
+        ({"models": [nn.Linear(1, 1), 5]}, r"models\[1\] is a int, which has no state_dict"),
+    ],
+)
+def test_an_object_without_a_state_is_named(tmp_path, objects, said):
+    with pytest.raises(CannotSaveError, match=said):
+        instep.Checkpoint(str(tmp_path), **objects)

@@ -635,6 +635,17 @@ def test_arguments_that_cannot_be_meant():
         if n > 1:
             with pytest.raises(ValueError, match=r"2 ranks the same number of rows, but .* has 3"):
                 hvd.alltoall(torch.ones(3))
+            first = hvd.add_process_set([0])
+            if hvd.rank() == 0:
+                with pytest.raises(ValueError, match="does not make a process set; it makes all"):
+                    hvd.allreduce(ones, op=hvd.Adasum, process_set=first)
+
+
+def test_a_loader_of_batches_needs_the_two_methods_of_its_own():
+    with pytest.raises(NotImplementedError, match="BaseDataLoader has no __len__"):
+        len(data.BaseDataLoader())
+    with pytest.raises(NotImplementedError, match="BaseDataLoader has no _iterate"):
+        list(data.BaseDataLoader())
 
 
 @ranks(3)

@@ -762,6 +762,14 @@ def test_what_no_distributed_optimizer_can_be_made_of():
 # --------------------------------------------------------------------------------- SyncBatchNorm
 
 
+@ranks(2)
+def test_rows_without_channels_cannot_be_normalised():
+    with initialized():
+        for layer in (hvd.SyncBatchNorm(4), hvd.SyncBatchNorm(4).eval()):
+            with pytest.raises(ValueError, match=r"takes \(rows, channels, ...\), not 1D"):
+                layer(torch.ones(4))
+
+
 @ranks(1, 2, 3)
 def test_batch_statistics_are_those_of_all_rows_however_they_are_divided():
     with initialized():

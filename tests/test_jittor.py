@@ -312,3 +312,15 @@ def test_validation_in_a_single_process_scope_has_the_accuracy_of_one_process():
             return count_correct(rows.model, loader).item() / loader.total_len
 
         assert val() == rows.accuracy()
+
+
+def test_a_dataset_names_what_it_lacks():
+    dataset = jt.dataset.Dataset()
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'batch'; it has total_len, batch_size, shuffle"
+    ):
+        dataset.set_attrs(batch=3)
+    with pytest.raises(ValueError, match=r"how many samples has Dataset\? Call set_attrs"):
+        len(dataset)
+    with pytest.raises(NotImplementedError, match="Dataset has no __getitem__"):
+        dataset[0]

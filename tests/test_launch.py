@@ -339,6 +339,12 @@ def test_ranks_have_the_options_of_the_launchers_python(launch: Launch) -> None:
         assert (launch.event(), launch.event()) == as_python
 
 
+def test_a_module_without_code_of_python_is_named(launch: Launch) -> None:
+    result = launch.run("-n", 1, "-m", "torch._C")
+    assert result.returncode == 1
+    assert result.stderr.endswith("ImportError: 'torch._C' has no Python code to run\n")
+
+
 def test_a_module_that_does_not_exist_is_named(launch: Launch) -> None:
     result = launch.run("-n", 2, "-m", "nowhere.module")
     assert result.returncode == 1

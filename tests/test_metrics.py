@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import sysconfig
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,14 @@ def test_accuracy_takes_one_k_too_and_more_than_there_are_classes() -> None:
     accuracy = instep.Accuracy(topk=(1, 2, 5))
     accuracy.update(torch.tensor([[3.0, 2.0, 1.0]] * 4), torch.tensor([0, 0, 1, 2]))
     assert accuracy.compute() == (0.5, 0.75, 1.0)
+
+
+@pytest.mark.parametrize(("scores", "target"), [((4,), (4,)), ((4, 3), (4, 1)), ((4, 3), (3,))])
+def test_scores_are_rows_of_classes_and_targets_one_number_each(scores, target) -> None:
+    accuracy = instep.Accuracy()
+    said = rf"targets \(n,\); got {re.escape(f'{scores} and {target}')}"
+    with pytest.raises(ValueError, match=said):
+        accuracy.update(torch.zeros(scores), torch.zeros(target, dtype=torch.long))
 
 
 def evaluate(n, batch_size, has_gradients=True):

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import chain
@@ -80,6 +81,12 @@ def test_a_progress_bar_is_shown_by_rank_0_and_counts_the_jobs_batches():
 
 
 @ranks(1)
+def test_a_progress_bar_without_tqdm_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # an import of it fails
+    with pytest.raises(ImportError, match=r"instep\.progress needs tqdm.*pip install tqdm"):
+        instep.progress(range(3))
+
+
 def test_a_line_of_insteps_own_is_not_behind_a_progress_bar():
     with redirect_stderr(StringIO()) as out:
         for _ in instep.progress(range(1), mininterval=0):

@@ -551,6 +551,15 @@ def test_buffers_within_their_noise_excuse_no_parameters():
         assert str(report.verdict) == verdict
 
 
+def test_a_plot_without_matplotlib_is_refused_before_the_script_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import of it fails
+    script = tmp_path / "train.py"
+    script.write_text("")
+    code = cli.main(["verify", "-n", "2", "--plot", str(tmp_path / "loss.png"), str(script)])
+    assert code == 2
+    assert "--plot needs matplotlib. Install it with: pip install" in capsys.readouterr().err
+
+
 def test_a_drift_is_found_where_it_begins():
     def drift(rank, k, step):
         moved = {**step.parameters, "bias": Fingerprint(3.0, 2.0 + k + 0.5)}
