@@ -109,8 +109,7 @@ class BatchDrawMode(DrawMode):
         if dim is None:
             return whole
         per_row = whole.shape[dim] // max(self._block.total, 1)
-        start = 0 if self._block.is_empty else self._block.start
-        return whole.narrow(dim, start * per_row, self._rows * per_row).contiguous()
+        return whole.narrow(dim, self._block.start * per_row, self._rows * per_row).contiguous()
 
     def _like(self, x: Tensor, fill: Any) -> Tensor:
         """Numbers for each element of x; `fill` draws into the tensor that it gets."""
