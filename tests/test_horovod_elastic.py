@@ -13,6 +13,8 @@ import torch
 
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
+from instep.compat.horovod import driver_client
+from instep.compat.horovod.errors import HostsUpdatedInterrupt
 from instep.errors import CommandLineError
 from instep.launch.elastic import flags as elastic_flags
 from instep.launch.elastic.hosts import ATTEMPTS, HostTable, run_script
@@ -69,6 +71,37 @@ def test_a_replaced_model_is_saved_and_any_object_with_a_state_dict_is_restored(
         state.restore()
         assert other.weight.item() == before
         assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 1.0)
+
+
+def test_a_state_may_be_restored_twice_from_one_commit():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight])
+
+    def step() -> None:
+        weight.grad = torch.ones(2)
+        optimizer.step()
+
+    step()
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    committed = optimizer.state[weight]["exp_avg"].clone()
+    for _ in range(2):  # the ranks fail, and fail again before the next commit
+        step()
+        state.restore()
+        assert torch.equal(optimizer.state[weight]["exp_avg"], committed)
+        assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("changes", [(2, 1), (1, 2), (3,), (2,), (1,)])
+def test_only_where_ranks_have_gone_and_none_came_nothing_is_taken_over(monkeypatch, changes):
+    """1: ranks have gone; 2: some have come. A rank that has come has no state yet."""
+    monkeypatch.setenv(driver_client.ELASTIC_FD, "0")
+    state = hvd.elastic.ObjectState(bcast_object=lambda value: value, get_rank=lambda: 0)
+    for time, change in enumerate(changes, 10):
+        state.on_hosts_updated(time, change)
+    with pytest.raises(HostsUpdatedInterrupt) as raised:
+        state.check_host_updates()
+    assert raised.value.skip_sync == (changes == (1,))
+    state.check_host_updates()  # told once
 
 
 @ranks(1, 2, 3)
