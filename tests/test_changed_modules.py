@@ -413,6 +413,89 @@ def test_a_number_that_is_another_on_each_rank_is_not_agreed_on() -> None:
     assert modules.call_counts.sharded + modules.call_counts.whole == 400
 
 
+FLIPS = ["fliplr"] * 60
+FLIPS[47] = "flipud"
+
+
+class Columns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fliplr(x)
+
+
+class Rows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.flipud(x)
+
+
+class Choosing(nn.Linear):
+    """What it does with its rows stands in a list, and no branch shows which one it is."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.k = 0
+        self.flips = {"fliplr": torch.fliplr, "flipud": torch.flipud}
+        self.order = [4, 5] * (len(FLIPS) // 2)
+        self.order[47] = 6
+        self.parts = nn.ModuleList([*(Columns() for _ in range(6)), Rows()])
+
+
+class ByNameInList(Choosing):
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(torch, FLIPS[self.k])(super().forward(x))
+
+
+class ByJoinedName(Choosing):
+    def forward(self, x: Tensor) -> Tensor:
+        name = f"flip{FLIPS[self.k][4:]}"
+        return getattr(torch, name)(super().forward(x))
+
+
+class ByDict(Choosing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flips[FLIPS[self.k]](super().forward(x))
+
+
+class ByPart(Choosing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[self.order[self.k]](super().forward(x))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [ByNameInList, ByJoinedName, ByDict, ByPart])
+def test_a_function_or_part_that_a_forward_chooses_anew_is_seen_at_its_first_call(kind) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(ROWS, 4)
+    with sharding():
+        for model.k, name in enumerate(FLIPS):
+            found = model(x)
+            expected = getattr(torch, name)(F.linear(x, model.weight, model.bias))
+            assert torch.allclose(found, expected, atol=1e-4), model.k
+            assert model.k >= 46 or modules.call_counts.sharded == model.k + 1
+
+
+class ByReplacement(Choosing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "".join(["ge", "lu"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(F, self.name)(super().forward(x))
+
+
+@ranks(2)
+def test_a_function_of_a_library_that_is_read_by_its_name_is_seen_when_the_script_replaces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, x = ByReplacement(), torch.randn(ROWS, 4)
+    with sharding():
+        for _ in range(11):
+            model(x)
+        monkeypatch.setattr(F, model.name, torch.flipud)
+        found = model(x)
+    torch.testing.assert_close(found, torch.flipud(F.linear(x, model.weight, model.bias)))
+
+
 # ------------------------------------------------------------- zeros, which any placement explains
 
 

@@ -157,6 +157,8 @@ class Evaluation:
     def _item(self, node: Any) -> Any:
         owner = self.value(node.value)
         index: Any = self.value(node.slice)
+        if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            owner = {**owner._modules} if isinstance(owner, nn.ModuleDict) else [*owner.children()]
         if not isinstance(owner, list | tuple | dict) or type(index) not in PLAIN:
             raise NoValueError
         if isinstance(owner, tuple):
@@ -218,6 +220,29 @@ class Evaluation:
             raise NoValueError
         return list(values)
 
+    def _joined(self, node: Any) -> Any:
+        """An f-string."""
+        return "".join(str(_plain(self.value(each))) for each in node.values)
+
+    def _formatted(self, node: Any) -> Any:
+        if node.format_spec is not None or node.conversion != -1:
+            raise NoValueError
+        return self.value(node.value)
+
+    def _named_attribute(self, owner: Any, name: Any, *default: Any) -> Any:
+        """What `getattr` returns; of a library's module, too, where the script may replace it."""
+        if not isinstance(name, str):
+            raise NoValueError
+        if isinstance(owner, types.ModuleType) and name in vars(owner):
+            space = vars(owner)
+            return self._values.read((id(space), name), (space.__getitem__, name))
+        try:
+            return self._attribute_of(owner, name)
+        except AttributeError:
+            if default:
+                return default[0]
+            raise
+
     def _call(self, node: Any) -> Any:
         if any(isinstance(each, ast.Starred) for each in node.args):
             raise NoValueError
@@ -232,6 +257,8 @@ class Evaluation:
         kwargs = {each.arg: self.value(each.value) for each in node.keywords}
         if None in kwargs:
             raise NoValueError
+        if function is getattr:
+            return self._named_attribute(*args)
         return self._result(function, args, kwargs)
 
     def _result(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -322,6 +349,8 @@ _EVALUATORS: Mapping[type, Callable[[Evaluation, Any], Any]] = {
     ast.BoolOp: Evaluation._bool,
     ast.IfExp: Evaluation._choice,
     ast.Call: Evaluation._call,
+    ast.JoinedStr: Evaluation._joined,
+    ast.FormattedValue: Evaluation._formatted,
     ast.GeneratorExp: Evaluation._comprehension,
     ast.ListComp: Evaluation._comprehension,
 }

@@ -1,5 +1,6 @@
 """Numbers that a forward computes from those that modules, objects and variables keep:
-`min(1, self.steps / 1000)`, `self.schedule.value()`.
+`min(1, self.steps / 1000)`, `self.schedule.value()`; and what it chooses by them: a function, a
+part or a text, as `getattr(F, NAMES[self.steps])` does.
 
 They are computed before a call, from the numbers as they are and as they will be if they go on as
 since the call before. So a weight that has been zero for a thousand calls is seen to change.
@@ -11,6 +12,7 @@ import ast
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,12 +24,13 @@ from instep.unedited.objects.script_code import functions_of, is_of_script
 from instep.unedited.objects.syntax_trees import definition_of
 
 _MAX_EXPRESSIONS = 32
-_MAX_SIZES = 256
+_MAX_SIZES, _MAX_CHOICES = 256, 64
 _AGREED_CHANGES = 8
 """The ranks compare the first changes of each expression, up to so many: a value may come from a
 clock."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _NUMBERS = (bool, int, float, np.number)
+_CHOSEN = (types.FunctionType, types.BuiltinFunctionType, type, partial, nn.Module)
 
 
 class NumberChanges:
@@ -41,11 +44,14 @@ class NumberChanges:
         self.changes = 0
         self.sizes: set[Any] = set()
 
-    def has_new_size(self, value: Any) -> bool:
+    def has_new_size(self, value: Any, when: int = 0) -> bool:
         """Whether it had no value of this sign and power of two yet: what adds little to the
-        outputs may be too small to be seen, until it is twice as large."""
-        size = _size_of(value)
-        if size in self.sizes or len(self.sizes) >= _MAX_SIZES:
+        outputs may be too small to be seen, until it is twice as large. Of choices each counts,
+        and anew where the next call's (`when` is 1) has become this call's."""
+        is_number = isinstance(value, _NUMBERS)
+        size = _size_of(value) if is_number else (value, when)
+        most = _MAX_SIZES if is_number else 2 * _MAX_CHOICES
+        if size in self.sizes or len(self.sizes) >= most:
             return False
         self.sizes.add(size)
         return True
@@ -85,7 +91,8 @@ class NumberExpressions:
             for key, (find, of) in self.places.items():
                 numbers[key] = now = find(of)
                 if now != before.get(key, now):
-                    coming[key] = 2 * now - before[key]
+                    is_number = isinstance(now, _NUMBERS)
+                    coming[key] = 2 * now - before[key] if is_number else now
         except Exception:  # the script's: gone, or something else by now
             self._expressions.clear()
             self.places.clear()
@@ -127,8 +134,9 @@ class _Expression:
         self._coming: Any = None
         """Its value in the next call, as it seemed at the last look."""
 
-    def number(self, coming: Mapping[Any, Any]) -> Any:
-        """Its value, if it can be found and is a number; None otherwise.
+    def value(self, coming: Mapping[Any, Any]) -> Any:
+        """Its value, if it can be found and is a number; a text, or a reference to what is chosen,
+        if it is one of these; None otherwise.
 
         coming: the numbers that are to have other values than now.
         """
@@ -141,6 +149,12 @@ class _Expression:
         except Exception:  # the script's: no such entry, a division by zero
             return None
         self.places |= values.places
+        if isinstance(value, str) and isinstance(self._node, ast.Subscript):
+            return value
+        if isinstance(value, partial) and isinstance(value.func, types.FunctionType):
+            value = value.func  # a method
+        if isinstance(value, _CHOSEN):
+            return ref(value)
         return value if isinstance(value, _NUMBERS) else None
 
     def changes(
@@ -153,27 +167,27 @@ class _Expression:
     ) -> Iterator[tuple[str, Any, bool]]:
         """As `NumberExpressions.changes`.
 
-        coming: as of `number`. `is_expected`: what it is computed from is as it seemed at the last
+        coming: as of `value`. `is_expected`: what it is computed from is as it seemed at the last
         look.
         """
-        now = self._coming if is_expected else self.number({})
-        self._coming = self.number(coming)
+        now = self._coming if is_expected else self.value({})
+        self._coming = self.value(coming)
         found = [now, self._coming]
         history = known.get(self._text)
         if history is None:
             history = known[self._text] = NumberChanges()
             history.last = found
-            history.sizes.add(_size_of(found[0]))
+            history.has_new_size(now)
             return
         if found == history.last:
             return
         history.changes += 1
-        is_due = is_stable(history.changes)
-        for value in found:
-            is_due |= value is not None and history.has_new_size(value)
+        is_due = isinstance(now, _NUMBERS) and is_stable(history.changes)
+        for when, value in enumerate(found):
+            is_due |= value is not None and history.has_new_size(value, when)
         history.last = found
         if is_due or history.changes <= _AGREED_CHANGES:
-            yield self._text, found, is_due
+            yield self._text, [*map(_shown, found)], is_due
 
 
 def _with_owners(
@@ -204,7 +218,7 @@ def _expressions_of(
             continue
         if isinstance(part, ast.expr) and _is_computed(part):
             expression = _Expression(function, part, owner, set_once)
-            if expression.number({}) is not None:
+            if expression.value({}) is not None:
                 if expression.places:
                     found.append(expression)
                 continue
@@ -242,6 +256,14 @@ def _variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[s
         and stored.count(target.id) == 1
         and target.id not in arguments
     }
+
+
+def _shown(value: Any) -> Any:
+    """What shows this value, alike on all ranks."""
+    if not isinstance(value, ref):
+        return value
+    chosen = value()
+    return getattr(chosen, "__qualname__", type(chosen).__name__)
 
 
 def _size_of(value: Any) -> Any:
