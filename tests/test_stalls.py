@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     script_position,
 )
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
+from instep.launch.ranks.rank_process import ENTRY_MODULE
 from instep.process import is_installed, is_stdlib
 from instep.process.last_position import write_position
 from launching import Launch
@@ -145,6 +147,23 @@ def refusal(*words: object) -> str:
 def test_a_process_without_ranks_is_named() -> None:
     said = f"process {os.getpid()} is no job of yours on this host, or its ranks are still starting"
     assert said in refusal(os.getpid())
+
+
+def test_of_several_jobs_one_is_to_be_named_by_its_program_and_folder(tmp_path: Path) -> None:
+    entry = ("-m", ENTRY_MODULE, "3", "lines", "unedited", "train.py", "--name", "a b")
+    programs = {entry: "train.py --name 'a b'", ("two.py",): "-c 'input()' two.py"}
+    loop = EventLoop()
+    with ExitStack() as at_end:
+        said = []
+        for words, program in programs.items():
+            command = [sys.executable, "-c", "input()", *words]
+            rank = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE)
+            at_end.callback(rank.communicate, b"\n")
+            job = job_socket.JobSocket(loop, rank.pid, lambda question, reply: reply(""))
+            at_end.callback(job.close)
+            said.append(f"\n  instep where {rank.pid}  # {program} in {tmp_path}\n")
+        refused = refusal()
+    assert all(line in refused for line in said), refused
 
 
 def where(*words: object) -> str:

@@ -72,6 +72,13 @@ def read_environ(pid: int | str) -> dict[str, str]:
     return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
+def command_line(pid: int) -> list[str]:
+    """The words with which a process was started; empty where it may not be seen."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().decode(errors="replace").split("\0")[:-1]
+    return []
+
+
 def environ_size(environ: Mapping[str, str]) -> int:
     """The bytes that these variables take in the memory of a process."""
     return len(_encode(environ))

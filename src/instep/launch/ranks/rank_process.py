@@ -19,6 +19,9 @@ from instep.process import python_command
 from instep.process.failure import Failure, RankExit
 from instep.process.pending_writes import marker_path, remove_drafts
 
+ENTRY_MODULE = "instep.launch.worker.entry"
+"""What a rank runs first."""
+
 
 class RankProcess:
     """A started rank: a session of its own, a socket to it, and how it ended."""
@@ -135,7 +138,7 @@ StartRank = Callable[[RankSpec], RankProcess]
 def start_rank(spec: RankSpec) -> RankProcess:
     """Start one rank, which waits for GO. Raises OSError if the operating system refuses."""
     ours, theirs = socket.socketpair()
-    worker = python_command("-P", "-m", "instep.launch.worker.entry")
+    worker = python_command("-P", "-m", ENTRY_MODULE)
     with theirs:
         process = subprocess.Popen(
             [*worker, str(theirs.fileno()), *spec.entry_arguments],

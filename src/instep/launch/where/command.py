@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from instep.distributed.watchdog.stalls import job_socket
 from instep.errors import CommandLineError
-from instep.process import print_line, write_text
+from instep.launch.ranks.rank_process import ENTRY_MODULE
+from instep.process import print_line, procfs, write_text
 
 WHERE = """\
 Print what each rank of a running job does now: the collective in which it waits, or the line of the
@@ -53,8 +55,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
             f"{named} is no job of yours on this host, or its ranks are still starting."
         )
     if len(jobs) > 1:
-        names = " or ".join(f"`instep where {job.pid}`" for job in jobs)
-        raise CommandLineError(f"{len(jobs)} jobs run here. Name one: {names}.")
+        lines = "".join(f"\n  instep where {job.pid}  {_describe(job.pid)}" for job in jobs)
+        raise CommandLineError(f"{len(jobs)} jobs run here. Name one:{lines}")
     question = "stacks" if asked.stacks else "status" if asked.status else "where"
     reply = job_socket.request(jobs[0], question)
     if reply is None:
@@ -62,6 +64,15 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         return 1
     print(reply)
     return 0
+
+
+def _describe(pid: int) -> str:
+    """The program that a rank runs, and its folder."""
+    words = procfs.command_line(pid)[1:]
+    for module, options in ((ENTRY_MODULE, 3), ("instep", 0)):
+        if module in words:
+            words = words[words.index(module) + 1 + options :]
+    return f"# {shlex.join(words)} in {procfs.current_folder(pid)}"
 
 
 def print_report(pids: Sequence[int], *, status: bool) -> None:
