@@ -101,30 +101,21 @@ def _apart_from_script(
 
 def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGroup) -> CallResult:
     """As `find_plan`, unless `why` rules it out already."""
-    reference = comparison.reference
     divisions = [
         (reading, division)
         for reading in _readings(comparison.call, group)
         for division in candidate_divisions(reading.leaves, at_least=group.size)
     ]
-    has_few = comparison.call.rows < group.size
-    if why is None and divisions:
-        why = _compute_gradients(reference, group)
-    elif why is None and any(map(has_layout_without_rows, comparison.call.leaves)):
-        why = _SPARSE
-    elif why is None:
-        why = FEW_ROWS if has_few else _NO_BATCH
+    if why is None:
+        why = _why_not_to_try(comparison, group, has_divisions=bool(divisions))
     if why is not None:
-        return CallResult(reference.value(), None, why, is_sharded=False)
-    kinds: list[Callable[[], RowSums | None]] = [lambda: None]
-    if not group.is_virtual and on_any_rank(bool(reference.forward.sum_lengths), group.transport):
-        of_all = partial(RowSums, reference.forward.sum_lengths)
-        kinds.insert(0 if reference.returns_scalar else 1, of_all)
-        kinds.append(partial(of_all, only_floats=True))
+        return CallResult(comparison.reference.value(), None, why, is_sharded=False)
+    has_few = comparison.call.rows < group.size
+    kinds_of_sums = _kinds_of_sums(comparison.reference, group)
     furthest, text = NOTHING_RIGHT, ""
     for reading, division in divisions:
         comparison.read_as(reading)
-        for make_sums in kinds:
+        for make_sums in kinds_of_sums:
             comparison.sums = make_sums()
             found, reason = _try(comparison, division, group)
             if found is not None:
@@ -135,15 +126,46 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
                 comparison.progress > furthest or not text or is_read_so
             ):
                 furthest, text = max(comparison.progress, furthest), reason
+    why = FEW_ROWS if has_few else _why_none_is_right(comparison, furthest, text, group)
+    return CallResult(comparison.reference.value(), None, why, is_sharded=False)
+
+
+def _why_not_to_try(
+    comparison: CallComparison, group: ShardGroup, *, has_divisions: bool
+) -> WholeReason | None:
+    """What rules out all divisions before one is tried; None: the gradients of the whole forward
+    are there to compare with. Collective."""
+    if has_divisions:
+        return _compute_gradients(comparison.reference, group)
+    if any(map(has_layout_without_rows, comparison.call.leaves)):
+        return _SPARSE
+    return FEW_ROWS if comparison.call.rows < group.size else _NO_BATCH
+
+
+def _kinds_of_sums(reference: Reference, group: ShardGroup) -> list[Callable[[], RowSums | None]]:
+    """What to take the outputs of parts for, likely ones first: for those of their rows, or for
+    terms of sums over all rows. Collective."""
+    kinds: list[Callable[[], RowSums | None]] = [lambda: None]
+    if not group.is_virtual and on_any_rank(bool(reference.forward.sum_lengths), group.transport):
+        of_all = partial(RowSums, reference.forward.sum_lengths)
+        kinds.insert(0 if reference.returns_scalar else 1, of_all)
+        kinds.append(partial(of_all, only_floats=True))
+    return kinds
+
+
+def _why_none_is_right(
+    comparison: CallComparison, furthest: tuple[int, int], text: str, group: ShardGroup
+) -> WholeReason:
+    """Why each division that was tried differs from the whole call; `text` is that of the one that
+    came `furthest`. Collective."""
+    changes_state = comparison.reference.forward.changes_state
+    sets_up = on_any_rank(changes_state, group.transport)
+    if furthest == NOTHING_RIGHT and comparison.call.has_short_first(group.size):
+        return SHORT_FIRST
     counts = comparison.call.list_lengths() if group.is_virtual else []
     if furthest == NOTHING_RIGHT and any(count >= group.size for count in counts):
         text = "lists that have an entry for each sample are not divided with --bitwise"
-    sets_up = on_any_rank(reference.forward.changes_state, group.transport)
-    kind = ReasonKind.SETS_UP if sets_up else ReasonKind.LASTING
-    why = FEW_ROWS if has_few else WholeReason(text, kind)
-    if furthest == NOTHING_RIGHT and not has_few and comparison.call.has_short_first(group.size):
-        why = SHORT_FIRST
-    return CallResult(reference.value(), None, why, is_sharded=False)
+    return WholeReason(text, ReasonKind.SETS_UP if sets_up else ReasonKind.LASTING)
 
 
 def _readings(call: BoundCall, group: ShardGroup) -> list[BoundCall]:
