@@ -191,23 +191,32 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
     if in_training:
         own = () if block is not None else (get_transport().rank,)
         token, seed = draw_token(), derive_seed(call.seed, call.draws, *own)
-    else:  # the script's own generator decides, which is in step on all ranks
+    else:
         assert block is not None
-        state = torch.get_rng_state()
-        token = draw_token()
-        seed = derive_seed(token, call.draws)
-        if may_be_skipped(block):  # then these ranks do not draw
-            torch.set_rng_state(state)
-            seed = derive_seed(token, "skipped", progress.current.next_draw_position()[-1])
+        token, seed = _draw_of_script(call, block)
     draw = BatchDraw(seed, block)
     call.draws += 1
     in_method = forward_calls.current() is None
-    if not (torch.is_grad_enabled() or call.needs_gradients or in_method):
-        return draw, call  # not computed again; reentrant checkpoints begin so
+    if torch.is_grad_enabled() or call.needs_gradients or in_method:
+        _remember(token, draw)  # it may be computed again; reentrant checkpoints begin without grad
+    return draw, call
+
+
+def _draw_of_script(call: ForwardCall, block: Block) -> tuple[int, int]:
+    """The token and the seed of a draw of which the script's own generator decides, which is in
+    step on all ranks."""
+    state = torch.get_rng_state()
+    token = draw_token()
+    if not may_be_skipped(block):
+        return token, derive_seed(token, call.draws)
+    torch.set_rng_state(state)  # ranks without rows do not draw
+    return token, derive_seed(token, "skipped", progress.current.next_draw_position()[-1])
+
+
+def _remember(token: int, draw: BatchDraw) -> None:
     _drawn[token] = draw
     if len(_drawn) > _MAX_DRAWS:
         _drawn.popitem(last=False)
-    return draw, call
 
 
 def _call_of_method() -> ForwardCall | None:
