@@ -56,7 +56,8 @@ class RankError(AssertionError):
 def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run the test's body on every rank of a world, for each of the sizes given.
 
-    The body's arguments must pickle; what the ranks return is returned (for the last size).
+    The body's arguments must pickle; what the ranks return is returned (for the last size). What it
+    changes by pytest's `monkeypatch` is restored on the ranks, too.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,3 +287,7 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return True, body(*args, **kwargs)
     except BaseException:  # everything that goes wrong on a rank is the parent's to report
         return False, traceback.format_exc()
+    finally:
+        for given in kwargs.values():
+            if hasattr(given, "undo"):  # this rank's copy of a test's MonkeyPatch
+                given.undo()

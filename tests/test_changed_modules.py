@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -483,16 +484,14 @@ class ByReplacement(Choosing):
 
 
 @ranks(2)
-def test_a_function_of_a_library_that_is_read_by_its_name_is_seen_when_the_script_replaces_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_of_a_library_that_is_read_by_its_name_is_seen_when_it_is_replaced() -> None:
     torch.manual_seed(0)
     model, x = ByReplacement(), torch.randn(ROWS, 4)
     with sharding():
         for _ in range(11):
             model(x)
-        monkeypatch.setattr(F, model.name, torch.flipud)
-        found = model(x)
+        with patch.object(F, model.name, torch.flipud):
+            found = model(x)
     torch.testing.assert_close(found, torch.flipud(F.linear(x, model.weight, model.bias)))
 
 
