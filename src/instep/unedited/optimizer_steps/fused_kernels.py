@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from instep.distributed.communication.tensors import is_dense
 from instep.process.patching import Function
-from instep.training.optimizer_shards.host_copy import are_many
+from instep.training.optimizer_shards import host_copy
 from instep.unedited.optimizer_steps import divided_steps
 
 _DTYPES = (torch.float32, torch.float64)
@@ -52,11 +52,9 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
     Without momentum the loop goes through memory as often as the kernel. Of few elements, looking
     at the tensors takes longer than the kernel saves.
     """
-    parameters = cast("list[Tensor]", lists[0])
-    if sum(map(Tensor.numel, parameters)) < _FEWEST_ELEMENTS:
-        return original(*lists, **options)
-    is_fused = _is_open(options) and bool(options.get("momentum"))
-    is_worth_it = is_fused or are_many(parameters)
+    elements = sum(map(Tensor.numel, cast("list[Tensor]", lists[0])))
+    is_fused = elements >= _FEWEST_ELEMENTS and _is_open(options) and bool(options.get("momentum"))
+    is_worth_it = is_fused or elements >= host_copy.FEWEST_ELEMENTS
     if not (is_worth_it and _is_plain(options) and _has_sgd_kernel(lists)):
         return original(*lists, **options)
     return _step(original, lists, options, is_fused)
