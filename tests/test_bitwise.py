@@ -6,6 +6,7 @@ import re
 import subprocess
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from instep.training.errors import BitwiseError
 from instep.unedited import one_process_api
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, alias_parameters
+from instep.unedited.sharded_call.run.mappings import scatter_to_region
 from instep.unedited.sharded_call.shards.large_weights import (
     LayerCall,
     outputs_of_shards,
@@ -213,6 +215,24 @@ def test_a_sum_of_shards_does_not_depend_on_the_number_of_ranks(backend, dtype) 
     with talking_over(backend):
         one, *others = (run(n, sums, dtype) for n in (1, 2, 4))
     assert all(rank == one[0] for many in others for rank in many)
+
+
+def layouts_of_shards() -> list[object]:
+    group = ShardGroup(get_transport(), 4, True)
+    images = torch.zeros(8, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    wholes = [torch.zeros(8, 3), torch.zeros(3, 8).t(), images]
+    wholes += [whole.clone().requires_grad_() for whole in wholes]
+    layouts = []
+    for whole in wholes:
+        for part in scatter_to_region(whole, group.blocks(8), 0, group):
+            layouts.append((part.stride(), part.data_ptr() % 64))
+    return layouts
+
+
+def test_strides_and_alignment_of_shards_do_not_depend_on_the_number_of_ranks() -> None:
+    """Kernels are chosen by them, and each has its own rounding."""
+    one, two, four = (run(n, layouts_of_shards) for n in (1, 2, 4))
+    assert {*two[0], *two[1]} == {*chain(*four)} == {*one[0]}
 
 
 def sparse_sums() -> list[object]:

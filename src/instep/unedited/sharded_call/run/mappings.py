@@ -36,9 +36,9 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 def scatter_to_region(
     whole: Tensor, blocks: Sequence[Block], dim: int, group: ShardGroup
 ) -> tuple[Tensor, ...]:
-    """The rows of these blocks: a view where it is one and `dim` is 0, else copies."""
+    """The rows of these blocks: a view if `dim` is 0 and shards are ranks, else copies."""
     if not _needs_grad(whole):
-        return _slice_rows(whole, blocks, dim)
+        return _slice_rows(whole, blocks, dim, group)
     parts: tuple[Tensor, ...] = apply(_ScatterToRegion, whole, blocks, dim, group)
     return parts
 
@@ -177,13 +177,15 @@ def memory_order(tensor: Tensor) -> MemoryOrder:
     return (*sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)),)
 
 
-def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tensor, ...]:
+def _slice_rows(
+    whole: Tensor, blocks: Sequence[Block], dim: int, group: ShardGroup
+) -> tuple[Tensor, ...]:
     per_sample = whole.shape[dim] // blocks[0].total
     rows = [(block.start * per_sample, block.count * per_sample) for block in blocks]
     if whole.layout is torch.sparse_coo:
         return tuple(whole.narrow_copy(dim, *each) for each in rows)
     parts = [whole.narrow(dim, *each) for each in rows]
-    if len(parts) > 1:  # autograd lets nobody change one of several views in place
+    if group.is_virtual:  # strides and alignment choose kernels, and with them bits
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
     return (parts[0] if dim == 0 else parts[0].contiguous(),)
 
@@ -202,7 +204,7 @@ class _ScatterToRegion(torch.autograd.Function):
         ctx: Any, whole: Tensor, blocks: Sequence[Block], dim: int, group: ShardGroup
     ) -> tuple[Tensor, ...]:
         ctx.blocks, ctx.dim, ctx.group = blocks, dim, group
-        return _slice_rows(whole, blocks, dim)
+        return _slice_rows(whole, blocks, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
