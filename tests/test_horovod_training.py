@@ -628,6 +628,33 @@ def test_a_sparse_gradient_is_averaged_in_a_step_before_its_last_backward():
         assert not table.weight.grad.to_dense().any()
 
 
+@ranks(2)
+def test_a_new_rank_need_not_know_which_gradients_were_sparse():
+    """As in an elastic job, in which the others have trained before."""
+    table, plain = nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1)
+    for parameter in (model := nn.Sequential(table, plain)).parameters():
+        nn.init.ones_(parameter)
+
+    def optimizer():
+        sgd = torch.optim.SGD(model.parameters(), 0.0)
+        return hvd.DistributedOptimizer(sgd, model.named_parameters())
+
+    with initialized():
+        early = optimizer()
+        for _ in range(2):
+            early.zero_grad()
+            model(torch.tensor([hvd.rank()])).sum().backward()
+            early.step()
+    with initialized():
+        late = early if hvd.rank() == 0 else optimizer()
+        for _ in range(2):
+            late.zero_grad()
+            model(torch.tensor([hvd.rank()])).sum().backward()
+            late.step()
+            assert table.weight.grad.to_dense().flatten().tolist() == [0.5, 0.5, 0, 0]
+            assert plain.bias.grad.item() == 1
+
+
 @ranks(3)
 def test_each_gradient_is_summed_once_where_what_is_trained_changes_in_a_step():
     with initialized():

@@ -787,6 +787,23 @@ def test_arrays_lists_of_samples_and_rows_by_offsets_are_sharded(name: str) -> N
     )
 
 
+class Detecting(Around):
+    def forward(self, samples: list[Tensor]) -> list[dict[str, Tensor]]:
+        found = [self.body(sample) for sample in samples]
+        return [{"scores": each, "boxes": each.detach() * 2} for each in found]
+
+
+@ranks(2)
+def test_tensors_in_a_list_require_gradients_where_they_did() -> None:
+    model, samples = Detecting(), list(torch.randn(24, 6).split([3, 4, 5, 3, 4, 5]))
+    with sharding():
+        for _ in range(3):
+            for each in model(samples):
+                assert each["scores"].requires_grad
+                assert each["boxes"].numpy().shape[1] == 3
+    assert modules.call_counts.sharded == 3
+
+
 @ranks(2)
 def test_a_nested_tensor_is_named() -> None:
     class OfNested(Around):

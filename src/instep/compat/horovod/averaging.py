@@ -229,8 +229,7 @@ class GradientAverager:
             if parameter.grad is None:
                 parameter.grad = average.clone()
             elif parameter.grad.is_sparse:
-                if index not in self._sparse_handles:
-                    parameter.grad = average.to_sparse(parameter.grad.sparse_dim())
+                parameter.grad = average.to_sparse(parameter.grad.sparse_dim())
             elif parameter.grad is not average:
                 parameter.grad.copy_(average)
 
