@@ -13,7 +13,7 @@ from torch import nn
 from instep.unedited.sharded_call.compare.graph_difference import find_change, find_difference
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import candidate_divisions
+from instep.unedited.sharded_call.plan.division import candidate_divisions, size_differences
 from instep.unedited.sharded_call.plan.module_state import attribute_changes
 from instep.unedited.sharded_call.plan.module_state.attribute_changes import (
     MAX_VALUES,
@@ -154,6 +154,22 @@ def test_a_square_mask_that_has_as_many_rows_as_the_batch_may_go_to_every_rank_w
     found = [(each.dims, each.batch_dim) for each in candidate_divisions([batch, mask], 2)]
     assert found == [((0, 0), 0), ((0, None), 0), ((1, 1), 1), ((1, None), 1)]
     assert [each.dims for each in candidate_divisions([mask], 2)] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 5], [0, 4, 2]])
+def test_numbers_that_decrease_are_no_offsets(offsets: list[int]) -> None:
+    leaves = [torch.arange(6), torch.tensor(offsets)]
+    found = [each.offsets for each in candidate_divisions(leaves, 2)]
+    assert (1 in found) == (offsets == sorted(offsets))
+
+
+def test_fewer_rows_than_asked_for_are_not_divided() -> None:
+    assert not [*candidate_divisions([torch.ones(2, 1)], 3)]
+
+
+def test_shards_with_as_many_numbers_may_differ_in_their_longest_entry() -> None:
+    lengths = [1, 3, 2, 2]
+    assert size_differences([[torch.ones(k) for k in lengths]], 4, 2) == {(0, 0, "longest")}
 
 
 def test_parts_come_in_the_order_of_modules_each_once() -> None:

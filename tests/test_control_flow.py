@@ -26,6 +26,7 @@ from torch.nn import functional as F  # noqa: N812
 import instep
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.objects.branch_conditions import BranchConditions
+from instep.unedited.objects.namespaces import Counters
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, NewBranch
 from oracle import Log, same_as_one_process
@@ -662,6 +663,38 @@ class HasAStaticMethod(nn.Module):
 
 def test_a_condition_of_a_static_method_is_none_of_its_module() -> None:
     assert not BranchConditions([HasAStaticMethod()]).may_be_others()
+
+
+class HasAProperty(nn.Module):
+    """Its `step` is a property, though its table has an entry of that name, too."""
+
+    asked = 0
+
+    @property
+    def step(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    @step.setter
+    def step(self, value: int) -> None:
+        vars(self)["step"] = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.step < 3 else -x
+
+
+def test_a_condition_with_a_property_is_not_evaluated() -> None:
+    model = HasAProperty()
+    model.step = 1
+    assert not BranchConditions([model]).may_be_others()
+    assert not model.asked
+
+
+def test_a_change_of_a_counter_is_told_once() -> None:
+    count = torch.tensor(0)
+    counters = Counters([count, torch.ones(2), None])
+    count += 1
+    assert [len(counters.find_changes()) for _ in range(2)] == [1, 0]
 
 
 def test_code_that_cannot_be_hashed_is_not_followed() -> None:
