@@ -495,6 +495,8 @@ def test_the_state_is_what_initialize_has_set():
     model, optimizer = prepared("O2", num_losses=2, loss_scale="dynamic")
     assert (state.verbosity, state.max_loss_scale, state.min_loss_scale) == (0, 256.0, None)
     assert state.opt_properties.master_weights
+    with pytest.raises(AttributeError, match="amp has no option 'spam'; it has enabled, opt_level"):
+        _ = state.opt_properties.spam
     assert state.opt_properties.options == {
         "enabled": True,
         "opt_level": "O2",

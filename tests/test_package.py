@@ -1,6 +1,7 @@
 """The package as users get it: built, checked, installed into an empty environment and used."""
 
 import email
+import importlib
 import os
 import re
 import shutil
@@ -61,6 +62,16 @@ def metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"instep-{__version__}.dist-info/METADATA").decode()
     return email.message_from_string(text)
+
+
+@pytest.mark.parametrize("name", ["instep.errors", "instep.check", "instep.compat.apex"])
+def test_an_unknown_name_of_a_module_is_an_attribute_error(name):
+    module = importlib.import_module(name)
+    assert not hasattr(module, "spam")
+    with pytest.raises(ImportError, match="cannot import name 'spam'"):
+        exec(f"from {name} import spam")
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'spam'"):
+        _ = module.spam
 
 
 def test_the_index_would_accept_both_files(dist):

@@ -17,7 +17,12 @@ import networks
 import trained
 from instep import cli
 from instep.errors import CommandLineError
-from instep.launch.remote.host_slots import is_this_host, parse_hosts, take_slots
+from instep.launch.remote.host_slots import (
+    address_towards,
+    is_this_host,
+    parse_hosts,
+    take_slots,
+)
 from pool import run
 from ssh_servers import PORT, SSHServers
 from test_same_under import assert_same, environment
@@ -43,6 +48,11 @@ def test_hosts_and_their_slots() -> None:
             parse_hosts(wrong)
     with pytest.raises(CommandLineError, match="5 ranks, but the hosts have 4 slots"):
         take_slots({"a": 2, "b": 2}, 5)
+
+
+def test_a_host_that_nobody_knows_is_named() -> None:
+    with pytest.raises(CommandLineError, match=r"the host no-such\.invalid is not known here: "):
+        address_towards("no-such.invalid")
 
 
 def test_which_host_is_this_one() -> None:
