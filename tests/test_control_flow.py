@@ -3,6 +3,7 @@ state, or by what is in their rows."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import itertools
@@ -26,6 +27,7 @@ from torch.nn import functional as F  # noqa: N812
 import instep
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.objects.branch_conditions import BranchConditions
+from instep.unedited.objects.evaluation import Evaluation, NoValueError, Values
 from instep.unedited.objects.namespaces import Counters
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow, NewBranch
@@ -688,6 +690,31 @@ def test_a_condition_with_a_property_is_not_evaluated() -> None:
     model.step = 1
     assert not BranchConditions([model]).may_be_others()
     assert not model.asked
+
+
+def evaluated(text: str, values: Values | None = None, **own: Any) -> Any:
+    scope = Evaluation(always, values or Values({}), own, {})
+    return scope.value(ast.parse(text, mode="eval").body)
+
+
+def test_what_python_does_not_evaluate_is_not_evaluated() -> None:
+    assert evaluated("zero and 1 / zero", zero=0) == 0
+    assert evaluated("two or 1 / 0", two=2) == 2
+    assert evaluated("two and zero or two", zero=0, two=2) == 2
+
+
+def test_powers_of_many_digits_are_not_computed() -> None:
+    assert evaluated("2 ** k", k=10) == 1024
+    for text in ("2 ** k", "k ** 2"):
+        with pytest.raises(NoValueError):
+            evaluated(text, k=10**7)
+
+
+def test_numbers_that_may_go_on_are_no_truth_values() -> None:
+    values, part = Values({}), nn.Module()
+    part.step, part.ready = 3, True
+    assert evaluated("part.step if part.ready else 0", values, part=part) == 3
+    assert [name for _, name in values.places] == ["step"]
 
 
 def test_a_change_of_a_counter_is_told_once() -> None:

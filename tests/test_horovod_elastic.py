@@ -134,6 +134,7 @@ def test_horovods_modules_have_these_names(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     finder.install()
+    import horovod
     from horovod.common.elastic import ObjectState, State
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
     from horovod.torch.elastic import TorchState
@@ -144,6 +145,8 @@ def test_horovods_modules_have_these_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert ElasticSampler is hvd.elastic.ElasticSampler
     assert HorovodInternalError is hvd.HorovodInternalError
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync
+    with pytest.raises(AttributeError, match="module 'horovod' has no attribute 'spam'"):
+        _ = horovod.spam
 
 
 # --------------------------------------------------------------------------- hosts and worlds
