@@ -847,6 +847,30 @@ def test_a_clock_that_is_set_meanwhile_moves_no_last_position(tmp_path, monkeypa
     assert re.fullmatch(r"It was last seen at train.py:3, \d{1,3}\.\d s before its end.\n", seen)
 
 
+@pytest.mark.parametrize(
+    ("end", "by_itself"), [("exit 0", False), ("exit 3", True), ("kill -9 $$", True)]
+)
+def test_a_rank_fails_by_itself_by_any_code_and_signal(tmp_path, end, by_itself) -> None:
+    assert failed_by_itself(tmp_path, end) == by_itself
+
+
+def test_a_rank_that_gloo_aborts_may_not_be_the_first_to_fail(tmp_path) -> None:
+    """It aborts a rank that receives more than it expects, from one that is out of step."""
+    assert not failed_by_itself(tmp_path, "ulimit -c 0; kill -ABRT $$")
+
+
+def failed_by_itself(folder: Path, end: str) -> bool:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["/bin/sh", "-c", end])
+        spec = RankSpec(0, [], {FAILURE_FILE: str(folder / "rank0")}, (None, None), None, False)
+        rank = RankProcess(spec, process, ours)
+        rank.record_end(None)
+        found = rank.failed_by_itself()
+        rank.reap()
+    return found
+
+
 def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_gone(
     launch: Launch,
 ) -> None:
