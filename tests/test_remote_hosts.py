@@ -50,9 +50,11 @@ def test_hosts_and_their_slots() -> None:
         take_slots({"a": 2, "b": 2}, 5)
 
 
-def test_a_host_that_nobody_knows_is_named() -> None:
-    with pytest.raises(CommandLineError, match=r"the host no-such\.invalid is not known here: "):
-        address_towards("no-such.invalid")
+@pytest.mark.parametrize("host", ["no-such.invalid", "a..b", "a" * 64])
+def test_a_host_that_nobody_knows_is_named(host: str) -> None:
+    assert not is_this_host(host)
+    with pytest.raises(CommandLineError, match=f"the host {re.escape(host)} is not known here: "):
+        address_towards(host)
 
 
 def test_which_host_is_this_one() -> None:

@@ -70,7 +70,7 @@ def is_this_host(host: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: as of `a..b`
         return False
     return any(_can_bind(family, address) for family, _, _, _, address in found)
 
@@ -91,6 +91,7 @@ def address_towards(host: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             name: str = probe.getsockname()[0]
-    except OSError as error:
-        raise CommandLineError(f"the host {host} is not known here: {error.strerror}.") from None
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", error)
+        raise CommandLineError(f"the host {host} is not known here: {why}.") from None
     return name
