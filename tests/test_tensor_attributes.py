@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.unedited.checkpoint.loop_iterations import LoopIterations
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.region import call_state
 from oracle import Log, same_as_one_process
@@ -24,11 +25,13 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Keeping(Around):
-    """Keeps what `keep` makes of its features."""
+    """Keeps what `keep` makes of its features, also in a buffer and in one of a part."""
 
     def __init__(self, keep: Callable[[Any, Tensor], None], **attributes: Any) -> None:
         super().__init__()
-        self.keep = keep
+        self.keep, self.part = keep, nn.Module()
+        for module in (self, self.part):
+            module.register_buffer("term", torch.zeros((), dtype=torch.float64))
         vars(self).update(attributes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,6 +150,66 @@ def the_gradient_of_features(log: Log) -> None:
     train(log, model, step)
 
 
+def forgets(model: Any) -> None:
+    """As pykeen's regularizers forget their terms."""
+    for module in (model, model.part):
+        module.term = torch.zeros_like(module.term.detach())
+
+
+def takes_mean(model: Any) -> Tensor:
+    mean: Tensor = model.term.mean()
+    assert type(model.term) is Tensor  # no rows of one rank alone
+    model.term = torch.zeros_like(mean.detach())
+    return mean
+
+
+def adds_to_buffer(module: Callable[[Any], Any]) -> Callable[[Any, Tensor], None]:
+    def keep(model: Any, features: Tensor) -> None:
+        module(model).term = module(model).term + features.square().mean()
+
+    return keep
+
+
+def adds_in_place(model: Any, features: Tensor) -> None:
+    model.term += features.square().mean()
+
+
+def of_two_batches(log: Log) -> None:
+    model = Keeping(adds_to_buffer(lambda m: m))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y) + model(x + 1).square().mean()
+        loss = loss + model.term
+        forgets(model)
+        return loss
+
+    train(log, model, step, steps=6)
+
+
+def between_evaluations(log: Log) -> None:
+    model = Keeping(adds_to_buffer(lambda m: m))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            seen = model(x + 1).square().mean() + model.term
+            forgets(model)
+        loss = nn.functional.cross_entropy(model(x), y) * (1 + seen) + model.term
+        forgets(model)
+        return loss
+
+    train(log, model, step, steps=6)
+
+
+def begins_to_follow(model: Any) -> None:
+    model.calls += 1
+    model.is_followed = model.calls > 3
+
+
+def follows_later(model: Any, features: Tensor) -> None:
+    features = features if model.is_followed else features.detach()
+    model.term = features.square().mean()
+
+
 DIVIDED: dict[str, tuple[Training, int]] = {
     "features": (
         keeps(sets(features=lambda _, h: h), lambda m: m.features.square().mean()),
@@ -204,6 +267,18 @@ DIVIDED: dict[str, tuple[Training, int]] = {
         1,
     ),
     "of layers": (of_layers, 1),
+    "in a buffer": (
+        keeps(adds_to_buffer(lambda m: m), lambda m: m.term, forgets),
+        1,
+    ),
+    "in a buffer of a part": (
+        keeps(adds_to_buffer(lambda m: m.part), lambda m: m.part.term, forgets),
+        1,
+    ),
+    "rows in a buffer": (
+        keeps(sets(term=lambda _, h: h.square()), takes_mean),
+        1,
+    ),
     "the gradient of features": (the_gradient_of_features, 1),
 }
 """And how many of the calls are whole."""
@@ -229,11 +304,19 @@ WHOLE: dict[str, Training] = {
         keeps_a_distribution_in_a_dict, lambda m: m.found["latent"].entropy().mean(), found={}
     ),
     "in a list as well": keeps(keeps_in_a_list_as_well, lambda m: m.seen[-1], seen=[]),
+    "in place in a buffer": keeps(adds_in_place, lambda m: m.term, forgets),
+    "in a buffer that has a term already": of_two_batches,
+}
+SOME: dict[str, Training] = {
+    "in a buffer, between evaluations": between_evaluations,
+    "in a buffer that later gets a graph": keeps(
+        follows_later, lambda m: m.term, begins_to_follow, calls=0
+    ),
 }
 
 
 def check(log: Log, name: str) -> None:
-    training, whole = DIVIDED[name] if name in DIVIDED else (WHOLE[name], None)
+    training, whole = DIVIDED[name] if name in DIVIDED else ({**WHOLE, **SOME}[name], None)
     unedited(log, training, False)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         counts = modules.call_counts
@@ -251,6 +334,48 @@ def test_what_is_kept_is_joined_as_outputs_are(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_counts_on_the_whole_batch_is_whole(name: str) -> None:
     same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_buffer_may_have_a_graph_in_some_calls_alone(name: str) -> None:
+    same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+LIBRARY = """
+import torch
+
+follows = []
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+        self.register_buffer("term", torch.zeros(()))
+
+    def forward(self, x):
+        scores = self.layer(x)
+        self.term = (scores if follows else scores.detach()).square().mean()
+        return scores
+"""
+
+
+@ranks(2)
+def gets_a_graph_unseen() -> None:
+    found: dict[str, Any] = {"__name__": "a_library"}
+    exec(compile(LIBRARY, "/usr/lib/python3/site-packages/a_library.py", "exec"), found)
+    torch.manual_seed(0)
+    model = found["Model"]()
+    with sharding():
+        for _ in range(20):
+            model(torch.randn(8, 6))
+        assert modules.call_counts.sharded > 0, modules.call_counts
+        found["follows"].append(True)
+        with pytest.raises(ShardedCallError, match="began to compute its buffer term with a graph"):
+            model(torch.randn(8, 6))
+
+
+def test_a_graph_that_a_library_gives_to_a_buffer_later_is_an_error() -> None:
+    gets_a_graph_unseen()
 
 
 @ranks(2)

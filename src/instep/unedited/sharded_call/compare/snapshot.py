@@ -33,11 +33,17 @@ BufferKey = tuple[int, str]
 
 
 class BufferState(NamedTuple):
-    """A buffer, its memory and what was there."""
+    """A buffer, its memory, what was there and the node of autograd that computed it."""
 
     buffer: Tensor
     data: Tensor
     value: Tensor
+    node: Any
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> BufferState:
+        """The state that this tensor has now."""
+        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.grad_fn)
 
 
 class BufferDistance(NamedTuple):
@@ -75,7 +81,7 @@ class Snapshot:
     """
 
     def __init__(self, call: BoundCall, others: Sequence[tuple[str, Any]] = ()) -> None:
-        module = call.module
+        module, self._kept = call.module, frozenset(call.kept)
         self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._parameters = {
             self._path(k, name): parameter
@@ -97,7 +103,7 @@ class Snapshot:
         }
         moves = module in _moving
         self.buffers = {
-            (k, name): BufferState(kept, kept.data, kept.detach().clone())
+            (k, name): BufferState.of(kept)
             for k, part in enumerate(self._parts)
             for name, kept in (*part._buffers.items(), *part._parameters.items())
             if kept is not None and (moves or name in part._buffers)
@@ -113,11 +119,11 @@ class Snapshot:
             kept = {id(state.buffer) for state in self.buffers.values()}
             found = [x for x, _, _ in self.graph.tensors.values() if x.grad_fn is None]
             self._tensors = [
-                BufferState(x, x.data, x.detach().clone())
+                BufferState.of(x)
                 for x in {id(x): x for x in (*found, *nn.Module.parameters(module))}.values()
                 if id(x) not in kept and not x.is_inference()
             ]
-            self._buffer_versions |= {x: x._version for x, _, _ in self._tensors}
+            self._buffer_versions |= {x: x._version for x, *_ in self._tensors}
         self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
         self._versions = {
             "its input": versions(call.tensors),
@@ -151,7 +157,9 @@ class Snapshot:
         """Set everything back, except inputs, and parameters that must not change."""
         self._others.restore()
         self._torch.restore()
-        for (k, name), (buffer, data, value) in self.buffers.items():
+        for (k, name), (buffer, data, value, node) in self.buffers.items():
+            if node is None and buffer.grad_fn is not None:  # it was computed in place since then
+                buffer.detach_()
             # A forward may assign `.data`; an observer of quantization makes room for channels.
             if buffer.shape != value.shape or address_of(buffer) != address_of(data):
                 buffer.data = data
@@ -159,7 +167,7 @@ class Snapshot:
             part = self._parts[k]
             table: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
             table[name] = buffer
-        for _, data, value in self._tensors:
+        for _, data, value, _ in self._tensors:
             data.copy_(value)
         # What autograd had saved is what it was again.
         set_version_counter(tuple(self._buffer_versions), tuple(self._buffer_versions.values()))
@@ -215,6 +223,12 @@ class Snapshot:
                 what = "parameter" if name in self._parameters else "buffer"
                 text = f"its forward sets attributes of the {what} {name}"
                 return WholeReason(text, ReasonKind.SIDE_EFFECT)
+        for key, state in self.buffers.items():
+            # What was computed anew is joined as attributes are.
+            is_same_object = key in after.buffers and after.buffers[key].buffer is state.buffer
+            if is_same_object and state.node is not after.buffers[key].node:
+                text = f"its forward computes its buffer {self._path(*key)} in place, with a graph"
+                return WholeReason(text, ReasonKind.LASTING)
         if self._trained != after._trained:
             return FREEZES
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
@@ -237,8 +251,10 @@ class Snapshot:
         return WholeReason.of(change)
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
-        """How far the buffers are apart that two forwards have left."""
-        keys = self.buffers.keys() & expected.buffers.keys()
+        """How far the buffers are apart that two forwards have left, but for those that are joined
+        and compared as outputs are."""
+        both = self.buffers.keys() & expected.buffers.keys()
+        keys = [key for key in both if key not in self._kept or self.buffers[key].node is None]
         return {key: self._buffer_error(key, expected) for key in keys}
 
     def _buffer_error(self, key: BufferKey, expected: Snapshot) -> BufferDistance:

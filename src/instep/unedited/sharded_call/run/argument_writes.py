@@ -3,18 +3,19 @@
 - Items that it adds to the dicts among its arguments, replaces in them, or removes. The models of
   sentence-transformers and of tensordict return their results so. A sharded call gets dicts of its
   own rows; what it has written there is written into the script's dicts.
-- Tensors to which it sets attributes of its module and the parts: a term of the loss, say.
+- Tensors to which it sets attributes of its module and the parts: a term of the loss, say. A buffer
+  counts as one where it is computed with a graph; others are state, compared by their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Container, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.training.pytree import (
     PLAIN,
@@ -30,6 +31,7 @@ from instep.training.pytree import (
 from instep.unedited.objects.graph_node import HOOK_TABLES, is_table
 from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
 from instep.unedited.sharded_call.plan.module_state.module_properties import computes_weight
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ def write_back(value: Any, call: BoundCall) -> Any:
         each.update(items)
     for (part, name), kept in value.kept.items():
         if not any(isinstance(leaf, Unset) for leaf in leaves_of(kept)):
-            call.parts[part].__dict__[name] = kept
+            namespace = _namespace(call.parts[part], name)
+            is_rows = isinstance(kept, ShardedOutput) and namespace is not call.parts[part].__dict__
+            namespace[name] = kept.full_tensor() if is_rows else kept
     return value.output if value.returned is None else arguments[value.returned]
 
 
@@ -139,14 +143,15 @@ class TensorAttributes:
 
     def __init__(self, call: BoundCall) -> None:
         self._call = call
-        self._before = [dict(part.__dict__) for part in call.parts]
+        self._before = [{**part._buffers, **part.__dict__} for part in call.parts]
 
     def find(self) -> tuple[AttributePlace, ...]:
-        """The attributes that were set to tensors, or to containers of tensors and values."""
+        """The attributes that were set to tensors, or to containers of tensors and values, and the
+        buffers that were set to tensors with a graph."""
         return tuple(
             (k, name)
             for k, (part, before) in enumerate(zip(self._call.parts, self._before, strict=True))
-            for name, value in part.__dict__.items()
+            for name, value in (*part.__dict__.items(), *_computed_buffers(part))
             if value is not before.get(name)
             and name not in HOOK_TABLES
             and not is_table(part, name)
@@ -172,7 +177,35 @@ def _unset(value: Any) -> Any:
 def _attributes(
     call: BoundCall, others: Sequence[AttributePlace] = ()
 ) -> dict[AttributePlace, Any]:
-    return {(k, name): call.parts[k].__dict__.get(name) for k, name in (*call.kept, *others)}
+    places = (*call.kept, *others)
+    return {(k, name): attribute_value(call.parts[k], name) for k, name in places}
+
+
+def attribute_value(part: nn.Module, name: str) -> Any:
+    """What is in an attribute that a forward may set to tensors, or in such a buffer; None if
+    nothing."""
+    return _namespace(part, name).get(name)
+
+
+def _namespace(part: nn.Module, name: str) -> dict[str, Any]:
+    return part._buffers if name in part._buffers else part.__dict__
+
+
+def _computed_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of a module that have a graph, by name."""
+    buffers = part._buffers.items()
+    return [(name, x) for name, x in buffers if x is not None and x.grad_fn is not None]
+
+
+def find_computed_buffer(call: BoundCall, nodes: Container[int]) -> str:
+    """The name of a buffer of the call's module that was computed by these nodes of autograd, and
+    that its forward is not known to set so; "" if there is none."""
+    for k, part in enumerate(call.parts):
+        for name, buffer in _computed_buffers(part) if part._buffers else ():
+            node = buffer.grad_fn
+            if (k, name) not in call.kept and node is not None and node._sequence_nr() in nodes:
+                return name
+    return ""
 
 
 def _dicts(arguments: Sequence[Any]) -> list[MutableMapping[Any, Any]]:

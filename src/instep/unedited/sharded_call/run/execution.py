@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from instep.distributed.communication.transport import Transport
@@ -20,7 +21,7 @@ from instep.training.random_streams import RNGStates
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.run.argument_writes import write_back
+from instep.unedited.sharded_call.run.argument_writes import find_computed_buffer, write_back
 from instep.unedited.sharded_call.run.forward.joined_outputs import LocalOutputs, join_outputs
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
@@ -108,6 +109,11 @@ def _run_sharded(
         raise ShardedCallError(
             f"{name} began to make its parameter {region.new_parameter} anew in its forward. Run "
             "this script with --plain, or change the parameter that is there."
+        )
+    if torch.is_grad_enabled() and (buffer := find_computed_buffer(call, region.nodes)):
+        raise ShardedCallError(
+            f"{name} began to compute its buffer {buffer} with a graph in its forward. Run this "
+            "script with --plain, or keep what it computes there the same from the first call on."
         )
     joined = join_outputs(local, plan, region)
     tag_outputs(chain(*local), region)

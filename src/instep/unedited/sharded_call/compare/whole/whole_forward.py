@@ -25,6 +25,7 @@ from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.run.argument_writes import (
     ArgumentWatch,
     TensorAttributes,
+    attribute_value,
     has_only_tensors,
 )
 from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
@@ -99,7 +100,7 @@ class WholeForward:
     def _find_kept_again(self) -> WholeReason | None:
         """Say where it keeps tensors of earlier calls beside new ones; None if nowhere."""
         for part, name in self.kept:
-            leaves = leaves_of(self.call.parts[part].__dict__.get(name))
+            leaves = leaves_of(attribute_value(self.call.parts[part], name))
             known = [id(leaf) in self.before.graph.tensors for leaf in leaves]
             if any(known) and not all(known):
                 return WholeReason(f"its forward adds tensors to those that it keeps in {name}")
