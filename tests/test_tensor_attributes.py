@@ -3,6 +3,7 @@ call."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,20 @@ def of_two_batches(log: Log) -> None:
     train(log, model, step, steps=6)
 
 
+def later_of_two_batches(log: Log) -> None:
+    model, steps = Keeping(adds_to_buffer(lambda m: m)), itertools.count()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        if next(steps) >= 6:
+            loss = loss + model(x + 1).square().mean()
+        loss = loss + model.term
+        forgets(model)
+        return loss
+
+    train(log, model, step, steps=10)
+
+
 def between_evaluations(log: Log) -> None:
     model = Keeping(adds_to_buffer(lambda m: m))
 
@@ -309,6 +324,7 @@ WHOLE: dict[str, Training] = {
 }
 SOME: dict[str, Training] = {
     "in a buffer, between evaluations": between_evaluations,
+    "in a buffer that later has a term already": later_of_two_batches,
     "in a buffer that later gets a graph": keeps(
         follows_later, lambda m: m.term, begins_to_follow, calls=0
     ),

@@ -40,6 +40,7 @@ from instep.unedited.sharded_call.plan.whole_reasons import (
     ReasonKind,
     WholeReason,
 )
+from instep.unedited.sharded_call.run.argument_writes import attributes_with_graphs
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
@@ -150,6 +151,8 @@ def _run_planned(
         decision_counts.trials += 1
     if plan is None:
         return _find_plan(call, entry, group)
+    if graphs := attributes_with_graphs(call, plan.kept) - plan.with_graphs:
+        is_new, plan = True, replace(plan, with_graphs=plan.with_graphs | graphs)
     if is_new or entry.is_sampled(plan):
         gradients = is_new or not plan.has_values
         return _conclude(

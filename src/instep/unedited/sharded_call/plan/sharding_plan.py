@@ -86,6 +86,8 @@ class ShardingPlan:
     since what they add up has no rows. None: all go over this rank's rows."""
     files: tuple[str, ...] = ()
     """Those that its forward reads."""
+    with_graphs: frozenset[AttributePlace] = frozenset()
+    """Those of `kept` that had a graph before a call that was compared."""
 
     @cached_property
     def has_values(self) -> bool:

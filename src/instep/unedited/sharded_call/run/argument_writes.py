@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, MutableMapping, Sequence
+from collections.abc import Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -136,6 +136,18 @@ def write_back(value: Any, call: BoundCall) -> Any:
 def with_tensor_attributes(output: Any, call: BoundCall) -> Any:
     """What a call returned to the script, and the attributes in which it keeps tensors."""
     return Written(output, None, (), (), _attributes(call)) if call.kept else output
+
+
+def attributes_with_graphs(
+    call: BoundCall, places: Iterable[AttributePlace]
+) -> set[AttributePlace]:
+    """Those of these attributes whose tensors have a graph, which a forward may go on."""
+    return {
+        (part, name)
+        for part, name in places
+        for leaf in leaves_of(attribute_value(call.parts[part], name))
+        if type(leaf) is Tensor and leaf.grad_fn is not None
+    }
 
 
 class TensorAttributes:
