@@ -328,17 +328,24 @@ import torch
 import instep
 model = instep.replicate(torch.nn.Linear(4, 1))
 if instep.rank == 0:
-    model.weight.{}(lambda each: None)
+    model.weight.{}({})
 for x in instep.shard(torch.utils.data.DataLoader(torch.ones(4, 4), 4)):
     model(x).mean().backward()
 """
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_one_rank_is_named_with_its_line(tmp_path, kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "hook", "named"),
+    [
+        ("register_hook", "lambda each: None", "at train.py:5"),
+        ("register_post_accumulate_grad_hook", "lambda each: None", "at train.py:5"),
+        ("register_hook", "torch.nan_to_num", "nan_to_num"),
+    ],
+)
+def test_a_hook_on_one_rank_is_named_with_its_line(tmp_path, kind, hook, named) -> None:
     script = tmp_path / "train.py"
-    script.write_text(HOOKED.format(kind))
+    script.write_text(HOOKED.format(kind, hook))
     finished = forked_jobs.run("run", "-n", "2", script)
     assert finished.returncode != 0
-    assert "all_reduce (gradient for the hook at train.py:5) SUM float32" in finished.stderr
+    assert f"all_reduce (gradient for the hook {named}) SUM float32" in finished.stderr
     assert "all_reduce (gradients, bucket 1) SUM" in finished.stderr

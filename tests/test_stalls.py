@@ -150,8 +150,11 @@ def test_a_process_without_ranks_is_named() -> None:
 
 
 def test_of_several_jobs_one_is_to_be_named_by_its_program_and_folder(tmp_path: Path) -> None:
-    entry = ("-m", ENTRY_MODULE, "3", "lines", "unedited", "train.py", "--name", "a b")
-    programs = {entry: "train.py --name 'a b'", ("two.py",): "-c 'input()' two.py"}
+    entry = ("-m", ENTRY_MODULE, "3", "lines", "unedited", "train.py", "--name", "an instep")
+    programs = {
+        entry: "train.py --name 'an instep'",
+        ("two.py", "instep"): "-c 'input()' two.py instep",
+    }
     loop = EventLoop()
     with ExitStack() as at_end:
         said = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from instep.distributed.watchdog.stalls import job_socket
@@ -20,6 +21,9 @@ Run it on a host of the job, as its user. JOB is the process id of `instep run` 
 any process of the job, or its INSTEP_JOB; it may be left out where only one job runs. Ctrl-\\ in
 the terminal of `instep run` prints the same.
 """
+
+_WORDS_BEFORE_PROGRAM = {("-m", ENTRY_MODULE): 5, ("-m", "instep"): 2}
+"""How many words of a rank's command line stand before its program, by the first two of them."""
 
 
 def add_command(commands: Any) -> None:
@@ -69,9 +73,10 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
 def _describe(pid: int) -> str:
     """The program that a rank runs, and its folder."""
     words = procfs.command_line(pid)[1:]
-    for module, options in ((ENTRY_MODULE, 3), ("instep", 0)):
-        if module in words:
-            words = words[words.index(module) + 1 + options :]
+    for place, start in enumerate(pairwise(words)):
+        if start in _WORDS_BEFORE_PROGRAM:
+            words = words[place + _WORDS_BEFORE_PROGRAM[start] :]
+            break
     return f"# {shlex.join(words)} in {procfs.current_folder(pid)}"
 
 

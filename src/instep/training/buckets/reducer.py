@@ -350,11 +350,13 @@ class _Hook:
 def _describe_hook(parameter: nn.Parameter) -> str:
     """What a sum is for that is made on the spot: "gradient for the hook at train.py:9"."""
     own = [each for each in hooks_of(parameter).values() if not isinstance(each, _Hook)]
-    for hook in (*own, *(later_hooks_of(parameter) or {}).values()):
-        if (code := getattr(hook, "__code__", None)) is not None:
-            return f"gradient for the hook at {Path(code.co_filename).name}:{code.co_firstlineno}"
-        return f"gradient for the hook {getattr(hook, '__name__', type(hook).__name__)}"
-    return "gradient"
+    hooks = [*own, *(later_hooks_of(parameter) or {}).values()]
+    if not hooks:
+        return "gradient"
+    code = getattr(hooks[0], "__code__", None)
+    if code is None:  # it is an object, or written in C
+        return f"gradient for the hook {getattr(hooks[0], '__name__', type(hooks[0]).__name__)}"
+    return f"gradient for the hook at {Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def partial_sums() -> list[Tensor]:

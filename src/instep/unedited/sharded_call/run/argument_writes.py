@@ -141,7 +141,7 @@ def with_tensor_attributes(output: Any, call: BoundCall) -> Any:
 def attributes_with_graphs(
     call: BoundCall, places: Iterable[AttributePlace]
 ) -> set[AttributePlace]:
-    """Those of these attributes whose tensors have a graph, which a forward may go on."""
+    """Those of these attributes whose tensors have a graph, from which a forward may go on."""
     return {
         (part, name)
         for part, name in places
