@@ -294,18 +294,20 @@ class CallComparison:
         forward = reference.forward
         generators = tuple(reference.before.graph.generators)
         return ShardingPlan(
-            region.division,
-            outputs,
-            self._structure,
-            forward.is_random or bool(generators),  # its own may begin to draw later
-            generators,
-            region.row_dims.found,
-            forward.draws_outside_torch,
-            forward.changes_attributes,
-            self.stored or (),
-            self.call.kept,
-            self.sums.same_places(region.group.transport) if self.sums else None,
-            forward.files,
+            division=region.division,
+            outputs=outputs,
+            structure=self._structure,
+            is_random=forward.is_random or bool(generators),  # its own may begin to draw later
+            generators=generators,
+            draw_rows=region.row_dims.found,
+            draws_outside_torch=forward.draws_outside_torch,
+            changes_attributes=forward.changes_attributes,
+            stored=self.stored or (),
+            kept=self.call.kept,
+            sums_without_rows=(
+                self.sums.same_places(region.group.transport) if self.sums else None
+            ),
+            files=forward.files,
         )
 
 

@@ -59,7 +59,7 @@ class DrawRows(NamedTuple):
     """Of that for the whole batch: it is filled in this order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """How the calls of one module are sharded."""
 
@@ -81,13 +81,13 @@ class ShardingPlan:
     """Its parameters in lists and objects, if its forward uses some from there."""
     kept: tuple[AttributePlace, ...] = ()
     """The attributes that its forward sets to tensors, which are joined as outputs are."""
+    with_graphs: frozenset[AttributePlace] = frozenset()
+    """Those of `kept` that had a graph before a call that was compared."""
     sums_without_rows: frozenset[tuple[str, int, int]] | None = None
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,
     since what they add up has no rows. None: all go over this rank's rows."""
     files: tuple[str, ...] = ()
     """Those that its forward reads."""
-    with_graphs: frozenset[AttributePlace] = frozenset()
-    """Those of `kept` that had a graph before a call that was compared."""
 
     @cached_property
     def has_values(self) -> bool:
