@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,40 @@ def test_a_path_that_is_no_utf8_is_written_as_tracebacks_write_it(recorder, tmp_
     exec(script, {"recorder": recorder})
     [entry] = record_format.read(recorder.file_descriptor()).entries
     assert entry.line == r"/\udcc1/a.py:1"
+
+
+def test_an_entry_names_the_line_of_the_script_through_any_number_of_library_frames(
+    recorder,
+) -> None:
+    library = compile(
+        "def call(frames, function):\n"
+        "    return call(frames - 1, function) if frames else function()",
+        torch.__file__,
+        "exec",
+    )
+    script = compile(
+        "def train(frames):\n"
+        "    call(frames, enter)\n"
+        "def evaluate(frames):\n"
+        "    call(frames, enter); call(frames + 1, enter)\n"
+        "def alone():\n"
+        "    enter()",
+        "/home/me/train.py",
+        "exec",
+    )
+    space = {"enter": partial(recorder.enter, "all_reduce", (4,), torch.float32, "")}
+    exec(library, space)
+    exec(script, space)
+    lines = []
+    for frames in (0, 20, 3, 3, 20, 0, *range(12), 5):
+        space["train"](frames)
+        space["evaluate"](frames)
+        lines += [2, 4, 4]
+    in_thread = threading.Thread(target=space["alone"])  # with a short stack
+    in_thread.start()
+    in_thread.join()
+    entries = record_format.read(recorder.file_descriptor()).entries
+    assert [entry.line for entry in entries] == [f"/home/me/train.py:{n}" for n in (*lines, 6)]
 
 
 def test_the_last_collective_is_a_position_of_the_rank(recorder, tmp_path) -> None:

@@ -48,6 +48,19 @@ def test_a_profiler_sees_the_collectives():
 
 
 @ranks(2, 3)
+def test_bytes_are_gathered_after_what_was_issued_before():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for k in range(100):
+        x = torch.full((3,), float(rank + k))
+        work = group().allreduce([x])
+        assert group().all_gather_bytes_now(bytes([rank, k] * 4)) == b"".join(
+            bytes([r, k] * 4) for r in range(n)
+        )
+        work.wait()
+        assert x.tolist() == [sum(range(n)) + n * k] * 3
+
+
+@ranks(2, 3)
 def test_a_collective_under_way_can_be_asked_how_it_does():
     rank, n, store = dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store()
     x = torch.ones(3) + rank

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from math import prod
+from operator import itemgetter
 from time import monotonic_ns
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from instep.distributed.flight_record.record_format import (
@@ -44,6 +45,8 @@ from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, locatio
 Shape = tuple[int, ...] | None
 _CACHED = 4096
 """Signatures and lines that are kept as bytes; with one more, all of them are dropped."""
+_DEPTHS = 8
+"""How many depths of the script are tried for a signature."""
 _FIRST_SLOT = HEADER_BYTES // 8
 _PHASE_NUMBERS = {name: index for index, name in enumerate(PHASES)}
 
@@ -66,6 +69,11 @@ class FlightRecorder:
         self._lines: dict[tuple[int, int], tuple[bytes, CodeType]] = {}
         """By the code's id, which its reference keeps from being used again, and the position in
         it. (The hash of a code object takes longer than all the rest.)"""
+        self._frames: dict[tuple[object, ...], list[tuple[int, CodeType]]] = {}
+        """By the signature: how many frames above `enter` the script was before, and its code
+        there, the nearest ones first. To walk through the frames of forty nested modules takes
+        longer than all the rest. A frame of the script's is taken for one of a library where as
+        many of a library were before: then the line is that of its caller in the script."""
         self._main = threading.main_thread().ident
         self._use(bytearray(BYTES))
         self._fd: int | None = None
@@ -115,13 +123,15 @@ class FlightRecorder:
             signature, tag = self._encode(key)
         if self._followed:
             self.update_followed()
-        outside = self._outside
-        frame = sys._getframe(1)
-        while outside[frame.f_code.co_filename]:
-            back = frame.f_back
-            if back is None:
+        for depth, code in self._frames.get(key, ()):
+            try:
+                frame = sys._getframe(depth)
+            except ValueError:  # the stack is not so deep
+                continue
+            if frame.f_code is code:
                 break
-            frame = back
+        else:
+            frame = self._find_frame(key)
         code = frame.f_code
         try:
             line, _ = self._lines[id(code), frame.f_lasti]
@@ -139,6 +149,22 @@ class FlightRecorder:
         )
         words[COUNT] = number
         return number
+
+    def _find_frame(self, key: tuple[object, ...]) -> FrameType:
+        """The frame of the script that leads to `enter`, which calls this; else the outermost."""
+        outside, depth = self._outside, 1
+        frame = sys._getframe(2)
+        while outside[frame.f_code.co_filename]:
+            back = frame.f_back
+            if back is None:
+                break
+            frame, depth = back, depth + 1
+        if len(self._frames) >= _CACHED:
+            self._frames.clear()
+        others = [each for each in self._frames.get(key, ()) if each[0] != depth]
+        known = [*others[1 - _DEPTHS :], (depth, frame.f_code)]
+        self._frames[key] = sorted(known, key=itemgetter(0))
+        return frame
 
     def leave(self, number: int) -> None:
         """Note that this rank has left the collective of that number."""

@@ -74,16 +74,11 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         Raises SharedMemoryError on all ranks if there is not enough memory for all of them.
         """
-        buckets: list[SharedBucket] = []
-        self._queue.run(
-            Collective(
-                lambda *_: buckets.append(SharedBucket(self._exchange, numel, dtype)),
-                signature=self._signature("resident", (numel,), dtype),
-            ),
-            "resident",
-            [],
+        queue = self._queue
+        bucket = queue.call(
+            lambda: SharedBucket(self._exchange, numel, dtype),
+            self._signature("resident", (numel,), dtype),
         )
-        bucket, queue = buckets[0], self._queue
 
         def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
             reduction = bucket.reduction(op)
@@ -100,13 +95,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         Raises SharedMemoryError on all ranks if any of them cannot have it.
         """
-        opened: list[int] = []
-        collective = Collective(
-            lambda *_: opened.append(open_on_all_ranks(self._exchange, size)),
-            signature=self._signature("open_memory", (size,), torch.uint8),
-        )
-        self._queue.run(collective, "open_memory", [])
-        return opened[0]
+        signature = self._signature("open_memory", (size,), torch.uint8)
+        return self._queue.call(lambda: open_on_all_ranks(self._exchange, size), signature)
 
     def all_reduce_now(self, tensors: list[Tensor], op: ReduceOp.RedOpType) -> None:
         """Blocking all_reduce of each of several tensors of one dtype, without torch's dispatcher.
@@ -142,15 +132,11 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         if len(mine) > exchange.part_bytes:
             own = torch.frombuffer(bytearray(mine), dtype=torch.float64)
             return torch.cat(self.all_gather_now(own)).numpy().tobytes()
-        found: list[bytes] = []
-
-        def step(_: list[Tensor], __: list[Tensor], timeout: timedelta | None) -> None:
-            signature = signature_of("all_gather", torch.float64, count)
-            found.append(exchange.all_gather_bytes(mine, signature, timeout))
-
-        signature = ("all_gather", (count,), torch.float64, self._recorded_as, None, "")
-        self._queue.run(Collective(step, signature=signature), "all_gather", [])
-        return found[0]
+        signature = signature_of("all_gather", torch.float64, count)
+        return self._queue.call(
+            lambda: exchange.all_gather_bytes(mine, signature, None),
+            ("all_gather", (count,), torch.float64, self._recorded_as, None, ""),
+        )
 
     def all_gather_each_now(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Overwrite the 1-D tensors `parts[r]`, of one dtype, with those of rank r, for each r."""
