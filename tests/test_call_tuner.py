@@ -329,7 +329,7 @@ def test_the_parts_of_a_whole_call_are_sharded_where_all_of_it_takes_less_time(
 def test_a_step_that_no_backward_reaches_does_not_wait_for_ever() -> None:
     step = TimedStep(is_sharded=False, compares_bits=False)
     timed_calls.reset()
-    timed_calls._open[step] = weakref.ref(nn.Linear(1, 1))
+    timed_calls._backwards.waiting[step] = weakref.ref(nn.Linear(1, 1))
     try:
         for missed in range(timed_calls._MAX_MISSED):
             assert (step.is_complete, step.missed) == (False, missed)
@@ -386,10 +386,10 @@ def test_torch_has_its_kernels_back_when_all_calls_are_whole() -> None:
     model = nn.Sequential(Timed(4, 3), nn.Dropout(0.5))
     with tuning(sharded=3.0, whole=1.0), pytest.MonkeyPatch.context() as patch:
         assert last_rows(12, model, 12) == 12
-        assert kernels._libraries
+        assert kernels._replaced.library
         patch.setattr(modules, "_IDLE_CALLS", 4)
         assert last_rows(8, model, 12) == 12
-        assert not kernels._libraries
+        assert not kernels._replaced.library
 
 
 class Mode(Enum):

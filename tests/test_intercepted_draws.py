@@ -121,11 +121,11 @@ def test_torch_has_its_kernels_back_when_no_draw_is_intercepted_any_more() -> No
     seen = Seen()
     with intercepted_draws(seen):
         torch.rand(2)
-    assert kernels._libraries
+    assert kernels._replaced.library
     kernels.release_if_idle()
-    assert kernels._libraries  # it was used until now
+    assert kernels._replaced.library  # it was used until now
     kernels.release_if_idle()
-    assert not kernels._libraries
+    assert not kernels._replaced.library
     torch.manual_seed(3)
     expected = torch.multinomial(HALF, 2)
     with intercepted_draws(seen):

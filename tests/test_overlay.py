@@ -542,7 +542,7 @@ def test_a_read_only_file_system_is_so_on_any_rank_and_nothing_else_is_blamed(
     monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)
     read_only = os.statvfs_result((*os.statvfs("/dev/null")[:8], os.ST_RDONLY, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: read_only)
-    monkeypatch.setattr(write_access, "_is_restricted", True)
+    monkeypatch.setattr(write_access._access, "is_restricted", True)
     with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), None)):
         for name in ("new", "c"):
             with pytest.raises(OSError, match=f"Read-only file system: '{name}'") as denied:

@@ -41,10 +41,15 @@ _PASSED_THROUGH = (__file__, patching.__file__, random.__file__)
 class _JobBits:
     """The bits by which generators are seeded that the script does not seed."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
+        self._seed = 0
         self.calls: Counter[str] = Counter()
         """How often bits were asked for: while each module was imported, and otherwise."""
+
+    def restart(self, seed: int) -> None:
+        """Begin anew, with the job's seed."""
+        self._seed = seed
+        self.calls = Counter()
 
     def take(self, k: int) -> int:
         """The next k of them."""
@@ -58,13 +63,19 @@ class _JobBits:
 class _FromRank0:
     """What rank 0 answers for all ranks, of what the script asks of the operating system."""
 
-    def __init__(self, relay: Rank0) -> None:
-        self._relay = relay
+    def __init__(self) -> None:
+        self._relay: Rank0 | None = None
         self._asked: Counter[str] = Counter()
 
+    def use(self, relay: Rank0 | None) -> None:
+        """Let this one ask rank 0; None: each rank answers for itself."""
+        self._relay = relay
+        self._asked.clear()
+
     def get(self, name: str, function: Callable[[], Any]) -> Any:
-        """The value of `function()` on rank 0, the first times."""
-        if not self._relay.is_ordered():
+        """The value of `function()` on rank 0, where the script's own code asks, the first
+        times."""
+        if self._relay is None or not _is_called_by_script() or not self._relay.is_ordered():
             return function()
         self._asked[name] += 1
         if self._asked[name] > _MAX_ASKED[name]:
@@ -72,14 +83,13 @@ class _FromRank0:
         return self._relay.run_on_rank0(name, function)
 
 
-_bits = _JobBits(0)
-_rank0: _FromRank0 | None = None
+_bits = _JobBits()
+_from_rank0 = _FromRank0()
 
 
 def take_from_rank0(relay: Rank0 | None) -> None:
     """Let rank 0 answer what the script asks of the operating system; None: each rank asks."""
-    global _rank0
-    _rank0 = None if relay is None else _FromRank0(relay)
+    _from_rank0.use(relay)
 
 
 def choose_seed() -> int:
@@ -122,8 +132,7 @@ def set_calls(saved: Mapping[str, int]) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed random, numpy and torch; the last two when they are imported, if they ever are."""
-    global _bits
-    _bits = _JobBits(seed)
+    _bits.restart(seed)
     random.seed(seed)
     after_import("numpy.random", lambda module: module.seed(seed))
     after_import("torch", lambda module: module.manual_seed(seed))
@@ -181,20 +190,13 @@ def seed_with(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 def from_rank0(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For os.urandom, uuid.uuid4 and so on: where the script calls them, all ranks get rank 0's."""
-    return _on_rank0("random bytes", partial(original, *args, **kwargs))
+    return _from_rank0.get("random bytes", partial(original, *args, **kwargs))
 
 
 def _agreed_seed(given: Any) -> Any:
     """Rank 0's value of a seed that the script gives, for it may have that from the clock."""
     is_plain = isinstance(given, int | float | str | bytes)
-    return _on_rank0("a seed", lambda: given) if is_plain else given
-
-
-def _on_rank0(name: str, function: Callable[[], Any]) -> Any:
-    """The value of `function()` on rank 0, where the script's own code asks, the first times."""
-    if _rank0 is None or not _is_called_by_script():
-        return function()
-    return _rank0.get(name, function)
+    return _from_rank0.get("a seed", lambda: given) if is_plain else given
 
 
 def _is_called_by_script() -> bool:

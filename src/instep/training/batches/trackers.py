@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from typing import ClassVar
 
 import torch
 
@@ -13,9 +14,6 @@ from instep.training.blocks import Block
 _MAX_BLOCKS = 1024
 """The blocks of this many batches are kept for each iterator."""
 
-_collectives = 0
-"""How many of the script's own collectives there were that a placeholder does not change."""
-
 
 class BatchTracker:
     """The batches that a loop has requested from one iterator, and how far behind them it works.
@@ -23,6 +21,9 @@ class BatchTracker:
     A loop that loads ahead works on a batch some requests after its own; its first forward shows
     how many. The iterator is held weakly.
     """
+
+    collectives: ClassVar[int] = 0
+    """How many of the script's own collectives there were that a placeholder does not change."""
 
     def __init__(self, iterator: object, loader: int = -1) -> None:
         """`loader`: the number of the iterator's loader, if it has one."""
@@ -40,7 +41,7 @@ class BatchTracker:
         """The fewest and the most requests that can lie between a batch's own and its forward."""
         self._observed = False
         """Whether forwards have shown these bounds, and not just the number of requests."""
-        self._collectives = _collectives
+        self._collectives_before = BatchTracker.collectives
         self.is_skipped_by_some = False
         """Whether ranks that have no rows of the last batch do not get it."""
         self.has_placeholders = False
@@ -88,9 +89,11 @@ class BatchTracker:
         """Whether the loop gets this block, its next one; sets `is_skipped_by_some`.
 
         A placeholder is for training, and for loops in which all ranks take part in collectives
-        that it does not change (`note_collective`).
+        that it does not change (`count_collective`).
         """
-        has_placeholders = torch.is_grad_enabled() or _collectives > self._collectives
+        has_placeholders = (
+            torch.is_grad_enabled() or BatchTracker.collectives > self._collectives_before
+        )
         self.is_skipped_by_some = block.has_empty_ranks and not has_placeholders
         return has_placeholders or not block.is_empty
 
@@ -162,5 +165,4 @@ class ManualBatchTracker(BatchTracker):
 
 def count_collective() -> None:
     """The script is about to call a collective that a placeholder does not change."""
-    global _collectives
-    _collectives += 1
+    BatchTracker.collectives += 1

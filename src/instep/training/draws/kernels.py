@@ -38,10 +38,18 @@ class _Interceptor(threading.local):
 
 
 _interceptor = _Interceptor()
-_libraries: list[torch.library.Library] = []
-"""Holds the kernels that stand in for torch's; these are back when it goes."""
-_is_used = False
-"""Whether draws were intercepted since `release_if_idle`."""
+
+
+class _ReplacedKernels:
+    """The kernels that stand in for torch's."""
+
+    library: torch.library.Library | None = None
+    """Holds them; torch's are back when it goes."""
+    is_used = False
+    """Whether draws were intercepted since `release_if_idle`."""
+
+
+_replaced = _ReplacedKernels()
 
 
 def intercepted_draws(run_draw: RunDraw) -> AbstractContextManager[object]:
@@ -52,10 +60,9 @@ def intercepted_draws(run_draw: RunDraw) -> AbstractContextManager[object]:
 
 @contextmanager
 def _intercepted_on_cpus(run_draw: RunDraw) -> Iterator[None]:
-    global _is_used
-    if not _libraries:
+    if _replaced.library is None:
         _replace_kernels()
-    _is_used = True
+    _replaced.is_used = True
     before, _interceptor.run_draw = _interceptor.run_draw, run_draw
     try:
         yield
@@ -66,20 +73,18 @@ def _intercepted_on_cpus(run_draw: RunDraw) -> Iterator[None]:
 def release_if_idle() -> None:
     """Give torch its kernels back if nothing was intercepted since the last call: others' draws
     take three microseconds less. They are replaced again when that is due, within a millisecond."""
-    global _is_used
-    if not _is_used:
+    if not _replaced.is_used:
         release()
-    _is_used = False
+    _replaced.is_used = False
 
 
 def release() -> None:
     """Give torch its kernels back now."""
-    _libraries.clear()
+    _replaced.library = None
 
 
 def _replace_kernels() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
+    library = _replaced.library = torch.library.Library("aten", "IMPL")
     with ignored_warnings("(?s).*verriding a previously registered kernel"):
         for name in DRAWS_ON_CPUS:
             packet, _, overload = name.partition(".")

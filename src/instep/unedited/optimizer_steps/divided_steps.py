@@ -20,6 +20,7 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import on_all_ranks
 from instep.process import in_main_thread, settings
 from instep.process.patching import Function
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.tensors import foreach_add_
 from instep.training.drift.step_gradients import GradientCheck
 from instep.training.optimizer_shards.host_copy import HostCopy, are_many
@@ -49,7 +50,7 @@ def step(
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
     if len(parameters) < len(lists[0]) or not are_many(parameters):
         return False
-    if _is_paused or is_rank_local() or settings.is_bitwise():
+    if _is_paused.value or is_rank_local() or settings.is_bitwise():
         return False
     known: _DividedStep | None = _steps_of.get(parameters[0])
     if known is None:
@@ -66,19 +67,17 @@ class StepCounts:
 
 
 step_counts = StepCounts()
-_is_paused = False
+_is_paused = ScopedValue(False)
 
 
 @contextmanager
 def pausing_steps() -> Iterator[None]:
     """Inside, this rank makes whole steps. Afterwards it shares them again, once the other ranks
     have made the same ones."""
-    global _is_paused
-    _is_paused = True
     try:
-        yield
+        with _is_paused.set_to(True):
+            yield
     finally:
-        _is_paused = False
         for each in _steps_of.values():
             each.copy.expect_writes()
 

@@ -12,6 +12,7 @@ import re
 import tempfile
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from instep.process import storage
 from instep.process.tracebacks import format_error
@@ -27,20 +28,28 @@ _DENIED = re.compile(
 )
 """What libraries say if a file cannot be written."""
 _FULL = re.compile(r"no space left|quota exceeded|os error 28\b|unexpected pos", re.IGNORECASE)
-_allowed: list[str] = []
-_is_restricted = False
-"""Whether the kernel denies this process, and what it starts, to write elsewhere: for good."""
+
+
+@dataclass
+class _WriteAccess:
+    """Where this process, and what it starts, may write."""
+
+    directories: list[str] = field(default_factory=list)
+    is_restricted: bool = False
+    """Whether the kernel denies it elsewhere: for good."""
+
+
+_access = _WriteAccess()
 
 
 def allow(*directories: str) -> None:
     """Let this rank write in these directories after `restrict` too."""
-    _allowed.extend(directories)
+    _access.directories.extend(directories)
 
 
 def restrict() -> None:
     """Deny the calling thread, and what it starts, to change the user's files."""
-    global _is_restricted
-    if landlock.version() == 0 or _is_restricted:
+    if landlock.version() == 0 or _access.is_restricted:
         return
     with bypass_overlay():
         private = private_directories()
@@ -49,14 +58,14 @@ def restrict() -> None:
                 os.makedirs(storage.cache_folder(), mode=0o700, exist_ok=True)
         temporary = os.path.realpath(tempfile.gettempdir())
         caches = [*private, os.path.expanduser("~/.nv")]
-        landlock.restrict_writes([*caches, *_allowed, temporary])
-    _is_restricted = True
+        landlock.restrict_writes([*caches, *_access.directories, temporary])
+    _access.is_restricted = True
 
 
 def add_notes(error: BaseException, rank: int) -> None:
     """Note on an exception of the script what this rank may have been denied."""
     _note_full_disk(error, rank)
-    if not _is_restricted or not _DENIED.search(format_error(error)):
+    if not _access.is_restricted or not _DENIED.search(format_error(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     if frame and frame[0].filename == overlay.__file__:
@@ -73,10 +82,10 @@ def add_notes(error: BaseException, rank: int) -> None:
 def _note_full_disk(error: BaseException, rank: int) -> None:
     """TorchScript and torch.save report a full disk only as a position that is unexpected."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if rank == 0 or not _allowed or not (is_full or _FULL.search(format_error(error))):
+    if rank == 0 or not _access.directories or not (is_full or _FULL.search(format_error(error))):
         return
     with bypass_overlay():
-        directory = storage.describe_folder(_allowed[0])
+        directory = storage.describe_folder(_access.directories[0])
     error.add_note(
         f"instep: rank {rank} keeps what the script writes below {directory}. Set TMPDIR to a "
         "directory with room for the checkpoints of all ranks of this host."

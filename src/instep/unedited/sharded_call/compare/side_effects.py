@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
 from instep.process.pending_writes import marked_file, opens_to_write
+from instep.process.scoped_value import ScopedValue
 from instep.process.torch_private.autograd import HOOKED_NODE
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
@@ -113,14 +114,16 @@ class SideEffects:
             raise ShardedCallError(text)
 
 
-_current: SideEffects | None = None
+_current: ScopedValue[SideEffects | None] = ScopedValue(None)
+"""Where those of the forward under way are noted; None: nowhere."""
 
 
 def defer_warning(warning: PendingWarning) -> bool:
     """Hold a warning of a silent forward back; returns whether this is one."""
-    if _current is None or not _current.is_silent:
+    effects = _current.value
+    if effects is None or not effects.is_silent:
         return False
-    _current.warnings.append(warning)
+    effects.warnings.append(warning)
     return True
 
 
@@ -129,7 +132,6 @@ def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iter
     """Inside, side effects are noted; with `is_silent` what is printed is dropped, and with
     `is_lasting_error` to open a file for writing, to set an environment variable, or to use a queue
     or a pipe of other processes, is a ShardedCallError."""
-    global _current
     _install_audit_hook()
     effects = SideEffects(is_silent=is_silent, is_lasting_error=is_lasting_error)
     methods: list[tuple[object, str, object]] = [
@@ -139,12 +141,8 @@ def observed(*, is_silent: bool = False, is_lasting_error: bool = False) -> Iter
     methods += [(owner, name, _noting_message(owner, name, effects)) for owner, name in _MESSAGES]
     methods.append((logging.Handler, "handle", _noting_record(effects)))
     methods += [(owner, "open", _noting_open(owner, effects)) for owner in (builtins, io)]
-    with watched_writes(effects.drops), replaced(*methods):
-        before, _current = _current, effects
-        try:
-            yield effects
-        finally:
-            _current = before
+    with watched_writes(effects.drops), replaced(*methods), _current.set_to(effects):
+        yield effects
 
 
 class OutsideCalls:
@@ -301,11 +299,12 @@ def _install_audit_hook() -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _current is None:
+    effects = _current.value
+    if effects is None:
         return
     if event in ("os.putenv", "os.unsetenv"):
         if not _is_by_library(_ENVIRONMENT):
-            _current.note_lasting("its forward sets environment variables")
+            effects.note_lasting("its forward sets environment variables")
         return
     if event != "open":
         return
@@ -313,4 +312,4 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if opens_to_write(mode, flags) and isinstance(path, str | bytes):
         written = marked_file(os.fsdecode(path))  # torch.save opens its file in C++
         if not any(part in written for part in _CACHES):
-            _current.note_lasting(f"its forward writes files ({os.path.basename(written)})")
+            effects.note_lasting(f"its forward writes files ({os.path.basename(written)})")

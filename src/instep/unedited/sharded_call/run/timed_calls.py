@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from zlib import crc32
@@ -32,10 +33,17 @@ _MAX_MISSED = 8
 _MAX_SKIPPED = 64
 """After so many calls without a backward() the next step begins nevertheless."""
 
-_open: dict[TimedStep, weakref.ref[nn.Module]] = {}
-"""The steps that wait for a backward(), and whose they are."""
-_backwards = 0
-"""How many times backward() has run."""
+
+@dataclass
+class _Backwards:
+    """The calls of backward() by the script, and the steps that wait for one."""
+
+    count: int = 0
+    waiting: dict[TimedStep, weakref.ref[nn.Module]] = field(default_factory=dict)
+    """And whose steps they are."""
+
+
+_backwards = _Backwards()
 
 
 def clock(device: torch.device) -> float:
@@ -72,7 +80,7 @@ def time_run(
     tuner.begin()
     step = tuner.step
     # After a step that ended by its number of calls the next one waits for a backward().
-    is_in_sequence = step is not None and step.backwards == _backwards
+    is_in_sequence = step is not None and step.backwards == _backwards.count
     if is_in_sequence and tuner.skipped < _MAX_SKIPPED:
         tuner.skipped += 1
         return run(tuner.is_sharded), tuner.is_sharded
@@ -83,7 +91,7 @@ def time_run(
             return run(tuner.is_sharded), tuner.is_sharded
         sharded = tuner.next_is_sharded()
         step = tuner.step = TimedStep(sharded, not sharded and tuner.needs_bits())
-        _open[step] = weakref.ref(call.module)
+        _backwards.waiting[step] = weakref.ref(call.module)
     device = _device_of(call.tensors)
     start = clock(device)
     output = run(step.is_sharded)
@@ -96,34 +104,35 @@ def time_run(
     if not _watch(step, outputs):
         _close(step)
     elif step.calls == MAX_CALLS:
-        step.backwards = _backwards
+        step.backwards = _backwards.count
         _close(step)
     return output, step.is_sharded
 
 
 def start_backward() -> float | None:
     """The time, if a timed step waits for a backward()."""
-    if not _open:
+    waiting = _backwards.waiting
+    if not waiting:
         return None
-    return clock(_device_of(p for module in _open.values() for p in _parameters(module)))
+    return clock(_device_of(p for module in waiting.values() for p in _parameters(module)))
 
 
 def end_backward(start: float | None) -> None:
     """Share the time since then among the steps that this backward() has reached, by what their
     calls have taken."""
-    global _backwards
-    _backwards += 1
+    _backwards.count += 1
     if start is None:
         return
-    reached = [step for step in _open if step.is_reached]
+    waiting = _backwards.waiting
+    reached = [step for step in waiting if step.is_reached]
     forward = sum(step.seconds for step in reached) or 1.0
     seconds = 0.0
     if reached:
-        seconds = clock(_device_of(p for s in reached for p in _parameters(_open[s]))) - start
-    for step in [*_open]:
+        seconds = clock(_device_of(p for s in reached for p in _parameters(waiting[s]))) - start
+    for step in [*waiting]:
         if step.is_reached:
             if step.compares_bits:
-                grads = [p.grad for p in _parameters(_open[step]) if p.grad is not None]
+                grads = [p.grad for p in _parameters(waiting[step]) if p.grad is not None]
                 step.bits = _checksum(grads, step.bits)
             step.seconds += seconds * step.seconds / forward
             _close(step)
@@ -135,7 +144,7 @@ def end_backward(start: float | None) -> None:
 
 def reset() -> None:
     """Forget the steps that wait for a backward()."""
-    _open.clear()
+    _backwards.waiting.clear()
 
 
 def _exchange(tuner: CallTuner, transport: Transport) -> None:
@@ -151,7 +160,7 @@ def _exchange(tuner: CallTuner, transport: Transport) -> None:
 
 def _close(step: TimedStep) -> None:
     step.is_complete = True
-    _open.pop(step, None)
+    _backwards.waiting.pop(step, None)
 
 
 def _watch(step: TimedStep, outputs: Iterable[Tensor]) -> bool:
