@@ -25,6 +25,7 @@ from instep.unedited.sharded_call.plan.call_tuner import (
     CallTuner,
     GainEstimate,
     TimedStep,
+    gain,
 )
 from instep.unedited.sharded_call.plan.module_state import temporary_modules
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
@@ -471,7 +472,7 @@ def test_calls_that_are_chosen_to_be_whole_are_counted_as_whole() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
         last_rows(2, model, 12, backward=False)
-        (tuner,) = plan_cache.gain._tuners
+        (tuner,) = gain._tuners
         before = {**tuner.elements}
         timed().seen.clear()
         last_rows(30, model, 12, backward=False)

@@ -40,8 +40,8 @@ from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.compare import equivalence
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
-from instep.unedited.sharded_call.plan import division, plan_cache
-from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
+from instep.unedited.sharded_call.plan import division
+from instep.unedited.sharded_call.plan.cache_entry import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run import grad_sums
 from instep.unedited.sharded_call.run.random_numbers import (
@@ -764,7 +764,7 @@ def test_sampled_calls_are_few_and_those_with_means_more() -> None:
                 has_reductions=has_sums, changes_attributes=False, has_values=True
             ),
         )
-        sampled = [n for n in range(1, 101) if plan_cache.CacheEntry((), calls=n).is_sampled(plan)]
+        sampled = [n for n in range(1, 101) if CacheEntry((), calls=n).is_sampled(plan)]
         assert sampled == expected
 
 

@@ -53,7 +53,7 @@ from instep.unedited.sharded_call.one_process.fallback import (
     may_interrupt,
     set_fallback,
 )
-from instep.unedited.sharded_call.plan import plan_cache
+from instep.unedited.sharded_call.plan.call_tuner import gain
 from instep.unedited.sharded_call.run import backward, region
 from instep.unedited.sharded_call.run.sharded_output import has_sharded_outputs
 
@@ -304,7 +304,7 @@ class MultiRankSession:
         if self.has_begun and not (call_counts.sharded or call_counts.whole):
             line = _NO_CALLS
         elif seconds >= LONG_RUN:
-            line = plan_cache.gain.format(self.world.size, seconds)
+            line = gain.format(self.world.size, seconds)
         if line:
             print_line(line)
 

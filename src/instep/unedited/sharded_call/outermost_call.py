@@ -18,6 +18,7 @@ from instep.unedited.sharded_call.compare.watched_calls import compare_traced, l
 from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.cache_entry import MAX_COMPARED, CacheEntry
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
 from instep.unedited.sharded_call.plan.module_state import temporary_modules
@@ -30,7 +31,6 @@ from instep.unedited.sharded_call.plan.module_state.module_properties import (
     is_compiled,
     is_lazy,
 )
-from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
 from instep.unedited.sharded_call.plan.sharding_plan import CallResult
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall, decision_counts
 from instep.unedited.sharded_call.plan.whole_reasons import (
@@ -194,7 +194,7 @@ def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> CallRes
     entry.unproven, entry.last_compared = "", entry.calls
     if why is None:
         learn(trace, entry.flow, group)
-    elif why.kind is ReasonKind.MAKES_PART and entry.calls <= plan_cache.MAX_COMPARED:
+    elif why.kind is ReasonKind.MAKES_PART and entry.calls <= MAX_COMPARED:
         report_whole(call.module, why.followed_by(" in this call"))  # they are made by now
         return replace(result, why_whole=None)
     elif why.kind in _IN_FIRST_CALL and entry.calls < _FIRST_CALLS:

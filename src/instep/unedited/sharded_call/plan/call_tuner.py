@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 from weakref import WeakSet, finalize
@@ -158,10 +159,19 @@ class GainEstimate:
     def add(self, tuner: CallTuner) -> None:
         """Include the calls of this tuner, those that come, too."""
         self._tuners.add(tuner)
-        finalize(tuner, self._keep, tuner.elements, tuner.typical).atexit = False
+        keep = partial(self._keep, self._of_gone, tuner.elements, tuner.typical)
+        finalize(tuner, keep).atexit = False
 
-    def _keep(self, elements: dict[bool, int], typical: dict[bool, float]) -> None:
-        self._of_gone += _seconds(elements, typical)
+    def reset(self) -> None:
+        """Forget them all."""
+        self._tuners.clear()
+        self._of_gone = np.zeros(3)
+
+    @staticmethod
+    def _keep(
+        total: np.ndarray[Any, Any], elements: dict[bool, int], typical: dict[bool, float]
+    ) -> None:
+        total += _seconds(elements, typical)
 
     def format(self, ranks: int, seconds: float) -> str:
         """One line on what so many ranks have gained in a run of so many seconds; "" if no calls
@@ -197,3 +207,7 @@ def _seconds(elements: dict[bool, int], typical: dict[bool, float]) -> np.ndarra
         return np.zeros(3)
     sharded, whole = elements[True] * typical[True], elements[False] * typical[False]
     return np.array([sharded, whole, elements[True] * typical[False] - sharded])
+
+
+gain = GainEstimate()
+"""By all calls that can be divided."""
