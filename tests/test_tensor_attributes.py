@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
 from instep.unedited.checkpoint.loop_iterations import LoopIterations
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
@@ -350,6 +351,23 @@ def test_what_is_kept_is_joined_as_outputs_are(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_counts_on_the_whole_batch_is_whole(name: str) -> None:
     same_as_one_process(check, name, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+@ranks(2)
+def test_calls_before_the_first_graph_are_not_said_to_differ() -> None:
+    model = Keeping(adds_to_buffer(lambda m: m)).double()
+    with sharding() as log:
+        for calls in (1, 1, 1, 1, 1, 1, 2):
+            for _ in range(calls):
+                scores = model(torch.randn(8, 6).double())
+            (scores.sum() + model.term).backward()
+            forgets(model)
+    assert modules.call_counts.sharded == 6, modules.call_counts
+    if instep.rank == 0:
+        assert (
+            "every rank computes Keeping whole" in log.getvalue() or "some calls" in log.getvalue()
+        )
+        assert "may differ" not in log.getvalue()
 
 
 @pytest.mark.parametrize("name", SOME)

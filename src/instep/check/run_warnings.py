@@ -184,7 +184,9 @@ Let a worker load the samples (`num_workers=1` loads ahead, too), or iterate in 
         "Every rank computes a module's whole batch.",
         """\
 The module gave other results when its rows were divided, or it cannot be divided; the line says
-why. The numbers are right, and this module is not faster on several ranks. [Common
+why. From there on its numbers are right, and this module is not faster on several ranks. Where the
+line ends with "may differ from one process already", it also names calls before it that were
+divided: run the script on one process if their numbers matter. [Common
 reasons](../unedited-scripts.md#what-is-computed-whole).""",
     ),
     RunWarning(

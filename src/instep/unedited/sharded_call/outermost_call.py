@@ -12,6 +12,7 @@ from torch import nn
 
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.unedited.sharded_call import own_forward
+from instep.unedited.sharded_call.compare.call_comparison import USES_FOREIGN_LEAF
 from instep.unedited.sharded_call.compare.equivalence import find_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.watched_calls import compare_traced, learn, run_watched
@@ -155,9 +156,10 @@ def _run_planned(
         is_new, plan = True, replace(plan, with_graphs=plan.with_graphs | graphs)
     if is_new or entry.is_sampled(plan):
         gradients = is_new or not plan.has_values
-        return _conclude(
-            entry, call.module, compare_traced(call, plan, entry.flow, group, gradients=gradients)
-        )
+        result = compare_traced(call, plan, entry.flow, group, gradients=gradients)
+        if graphs and result.why_whole and result.why_whole.text == USES_FOREIGN_LEAF:
+            entry.last_compared = entry.calls - 1  # no call before this one could use these graphs
+        return _conclude(entry, call.module, result)
     if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
         why = WholeReason(mismatch + entry.divided_calls())
         return CallResult(call.run_whole(), None, why, is_sharded=False)
