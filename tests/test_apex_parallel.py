@@ -192,7 +192,7 @@ def test_no_bucket_is_sent_before_its_gradients_are_there():
 @ranks(1)
 def test_options_that_contradict_each_other_are_refused():
     for options, message in (
-        ({"shared_param": True}, "shared_param is an option no more"),
+        ({"shared_param": True}, "shared_param is no longer an option"),
         ({"delay_allreduce": True, "allreduce_trigger_params": []}, "allreduce_trigger_params has"),
         ({"delay_allreduce": True, "num_allreduce_streams": 2}, "num_allreduce_streams has no"),
     ):

@@ -105,6 +105,18 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if entry.plan is None and is_lazy(call.module):  # as nn.LazyLinear before its first call
         return _run_whole(call)
     result = _run_planned(call, entry, tuner, group, hooks)
+    _note_result(call, entry, result, tuner, group)
+    return result.output
+
+
+def _note_result(
+    call: BoundCall,
+    entry: CacheEntry,
+    result: CallResult,
+    tuner: CallTuner | None,
+    group: ShardGroup,
+) -> None:
+    """Remember for later calls what this one has come to, count it, and report a new reason."""
     if result.reading is not None and result.reading.structure != call.structure:
         call = result.reading
         plan_cache.note_reading(entry, call, group)
@@ -119,7 +131,6 @@ def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     else:
         call_counts.add_whole(call)
     entry.finish(call.module)
-    return result.output
 
 
 def _find_obstacle(call: BoundCall) -> WholeReason | None:

@@ -24,6 +24,7 @@ from instep.process.torch_private.autograd import queue_callback
 from instep.training import gradients
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
+from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.layout import BucketLayout, plan_buckets
 from instep.training.buckets.sparse_sums import find_tables, sum_table
 from instep.training.losses import averages
@@ -34,6 +35,10 @@ from instep.training.losses.averages import (
 )
 from instep.training.replicas import with_copies
 
+_IGNORED_DEVICES = (
+    "apex.parallel.DistributedDataParallel has no device_ids and no output_device; they are "
+    "ignored, since each rank has one device. [INS707]"
+)
 _bucket_numbers = count()
 """All ranks make their buckets in the same order."""
 
@@ -84,22 +89,11 @@ class DistributedDataParallel(nn.Module):
         triggers = allreduce_trigger_params
         _check_options(delay_allreduce, shared_param, triggers, num_allreduce_streams)
         if device_ids is not None or output_device is not None:
-            warnings.warn(
-                "apex.parallel.DistributedDataParallel has no device_ids and no output_device; "
-                "they are ignored, since each rank has one device. [INS707]",
-                InstepWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_IGNORED_DEVICES, InstepWarning, stacklevel=2)
         self.module = module
         self.delay_allreduce = delay_allreduce
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_buffers: list[Tensor] = []
-        world = get_transport()
-        # SyncBatchNorm sends its own messages in between, and at which point of backward a bucket
-        # is full depends on which parameters this rank has used.
-        self._transport = overlap_group(world)
-        predivide = 1.0 / gradient_predivide_factor
-        postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
         self._disabled = False
         self._in_backward = False
         self._started = 0
@@ -111,13 +105,33 @@ class DistributedDataParallel(nn.Module):
         self._trained = [p for p in trained if id(p) not in tables]
         self._tables = [p for p in trained if id(p) in tables]
         """Their gradients are sparse, and sent when backward has ended."""
+        world = get_transport()
+        predivide = 1.0 / gradient_predivide_factor
+        postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
         self._factor = predivide * postdivide
         layouts = _plan(self._trained, message_size, triggers)
         self._codecs = [
             _AveragingCodec(layout.numel, predivide, postdivide, always_fp32=allreduce_always_fp32)
             for layout in layouts
         ]
-        self._buckets = [
+        # SyncBatchNorm sends its own messages in between, and at which point of backward a bucket
+        # is full depends on which parameters this rank has used.
+        self._transport = overlap_group(world)
+        self._buckets = self._make_buckets(layouts)
+        self._bucket_number = {
+            index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices
+        }
+        self._ready: list[set[int]] = [set() for _ in self._buckets]
+        """The parameters of each bucket whose gradient this backward has computed."""
+        # The garbage collector does not see what a tensor's hooks hold; what the module holds, it
+        # does. So its gradients are averaged for as long as it lives, with or without this wrapper.
+        vars(module)["_apex_average"] = _Owner(self)
+        self._add_hooks()
+        if world.size > 1:
+            _note_averaged(trained, is_mean=gradient_average)
+
+    def _make_buckets(self, layouts: Iterable[BucketLayout]) -> list[GradBucket]:
+        return [
             make_bucket(
                 layout,
                 {slot.index: self._trained[slot.index] for slot in layout.slots},
@@ -128,14 +142,9 @@ class DistributedDataParallel(nn.Module):
             )
             for layout, codec in zip(layouts, self._codecs, strict=True)
         ]
-        self._bucket_number = {
-            index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices
-        }
-        self._ready: list[set[int]] = [set() for _ in self._buckets]
-        """The parameters of each bucket whose gradient this backward has computed."""
-        # The garbage collector does not see what a tensor's hooks hold; what the module holds, it
-        # does. So its gradients are averaged for as long as it lives, with or without this wrapper.
-        vars(module)["_apex_average"] = _Owner(self)
+
+    def _add_hooks(self) -> None:
+        """Notice each gradient of a trained parameter, for as long as this wrapper lives."""
         reference = weakref.ref(self)
 
         def notice_grad(index: int | None) -> None:
@@ -147,12 +156,6 @@ class DistributedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: notice_grad(index))
         for table in self._tables:
             table.register_post_accumulate_grad_hook(lambda _: notice_grad(None))
-        if world.size > 1:
-            PatchHandle([gradients.PATCH])
-            average = GradientAverage(is_mean=gradient_average)
-            for parameter in trained:
-                externally_averaged[parameter] = average
-                parameter.register_hook(zero_if_placeholder)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
@@ -258,9 +261,19 @@ class _AveragingCodec(BucketCodec):
             flat.copy_(self._sent)
 
 
+def _note_averaged(parameters: Iterable[nn.Parameter], *, is_mean: bool) -> None:
+    """Let backward weigh a rank's loss by its rows where `instep.shard` made the batch, and give a
+    rank without rows gradients of zeros."""
+    PatchHandle([gradients.PATCH])
+    average = GradientAverage(is_mean=is_mean)
+    for parameter in parameters:
+        externally_averaged[parameter] = average
+        parameter.register_hook(zero_if_placeholder)
+
+
 def _check_options(delay: bool, shared: object, triggers: object, streams: int) -> None:
     if shared is not None:
-        raise ValueError("shared_param is an option no more; use delay_allreduce instead.")
+        raise ValueError("shared_param is no longer an option; use delay_allreduce=True instead.")
     if delay and triggers is not None:
         raise ValueError("allreduce_trigger_params has no meaning with delay_allreduce=True.")
     if delay and streams > 1:

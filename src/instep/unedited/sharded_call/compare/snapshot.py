@@ -74,6 +74,11 @@ def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
     }
 
 
+def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """These attributes of a tensor, but those that torch.compile writes there."""
+    return {k: v for k, v in attributes.items() if not k.startswith(COMPILER_NOTES)}
+
+
 class Snapshot:
     """The state before or after a forward of this call, or a backward.
 
@@ -88,42 +93,24 @@ class Snapshot:
             for k, part in enumerate(self._parts)
             for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
-        buffers = dict(module.named_buffers())
-        written_into = {**self._parameters, **buffers}
+        written_into = {**self._parameters, **dict(module.named_buffers())}
         namespaces = {path: vars(x) for path, x in written_into.items() if x is not None}
-        self._attributes = {
-            path: {k: v for k, v in kept.items() if not k.startswith(COMPILER_NOTES)}
-            for path, kept in namespaces.items()
-        }
+        self._attributes = {path: _without_notes(kept) for path, kept in namespaces.items()}
         """What the script has written into parameters and buffers themselves."""
         self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
-        moves = module in _moving
-        self.buffers = {
-            (k, name): BufferState.of(kept)
-            for k, part in enumerate(self._parts)
-            for name, kept in (*part._buffers.items(), *part._parameters.items())
-            if kept is not None and (moves or name in part._buffers)
-        }
+        self.buffers = self._buffer_states(with_parameters=module in _moving)
         """The parameters of a module that moves them are among them."""
         parts = dict(zip(self._names, self._parts, strict=True))
         written = [(path, namespaces[path]) for path, kept in self._attributes.items() if kept]
         self.graph = ObjectGraph(parts, [*call.functions, *others, *written])
-        self._tensors: list[BufferState] = []
+        self._tensors = self._leaf_states(module) if others else []
         """Parameters, and tensors that others lead to: a backward may change them; a forward must
         not."""
-        if others:
-            kept = {id(state.buffer) for state in self.buffers.values()}
-            found = [x for x, _, _ in self.graph.tensors.values() if x.grad_fn is None]
-            self._tensors = [
-                BufferState.of(x)
-                for x in {id(x): x for x in (*found, *nn.Module.parameters(module))}.values()
-                if id(x) not in kept and not x.is_inference()
-            ]
-            self._buffer_versions |= {x: x._version for x, *_ in self._tensors}
+        self._buffer_versions |= {x: x._version for x, *_ in self._tensors}
         self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
         self._versions = {
             "its input": versions(call.tensors),
@@ -133,6 +120,23 @@ class Snapshot:
         """What a forward may change without a new version, with checksums."""
         self._changed_by_data: list[str] = []
         """What of that has others since then."""
+
+    def _buffer_states(self, *, with_parameters: bool) -> dict[BufferKey, BufferState]:
+        return {
+            (k, name): BufferState.of(kept)
+            for k, part in enumerate(self._parts)
+            for name, kept in (*part._buffers.items(), *part._parameters.items())
+            if kept is not None and (with_parameters or name in part._buffers)
+        }
+
+    def _leaf_states(self, module: nn.Module) -> list[BufferState]:
+        """Those of parameters and of the leaves in `graph`, without what is in `buffers`."""
+        kept = {id(state.buffer) for state in self.buffers.values()}
+        found = [x for x, _, _ in self.graph.tensors.values() if x.grad_fn is None]
+        unique = {id(x): x for x in (*found, *nn.Module.parameters(module))}
+        return [
+            BufferState.of(x) for x in unique.values() if id(x) not in kept and not x.is_inference()
+        ]
 
     def note_values(self, call: BoundCall) -> None:
         """Note what the forward must not change by `.data`, too: that has no new version."""
