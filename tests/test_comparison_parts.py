@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from instep.unedited.sharded_call.compare.graph_difference import find_change, find_difference
+from instep.unedited.sharded_call.compare.graph_difference import (
+    find_change,
+    find_difference,
+    has_changed,
+)
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import candidate_divisions, size_differences
@@ -74,6 +79,40 @@ def test_a_tensor_is_found_that_a_forward_keeps_beside_its_parameters() -> None:
     change = find_change(before, graph(module), [module])
     assert change is not None
     assert change.startswith("its forward keeps tensors in kept")
+
+
+def test_a_hook_that_a_forward_registers_or_removes_is_a_change_and_is_set_back() -> None:
+    module = nn.Linear(2, 2)
+    tables = {name: value for name, value in vars(module).items() if name.endswith("_hooks")}
+    without = graph(module)
+    assert not has_changed(without, graph(module))
+    hook = module.register_forward_hook(lambda *_: None)
+    with_hook = graph(module)
+    assert has_changed(without, with_hook)
+    assert find_difference(with_hook, without, without, 1e-3) is not None
+    without.restore()
+    assert not module._forward_hooks
+    assert not has_changed(without, graph(module))
+    with_hook.restore()
+    assert [*module._forward_hooks] == [hook.id]
+    hook.remove()
+    assert has_changed(with_hook, graph(module))
+    module._forward_hooks = OrderedDict()
+    with_other_table = graph(module)
+    assert has_changed(without, with_other_table)
+    module.register_forward_hook(lambda *_: None)
+    with_other_table.restore()
+    assert not module._forward_hooks
+    without.restore()
+    assert all(getattr(module, name) is table for name, table in tables.items())
+
+
+def test_the_attributes_of_a_module_are_named_by_its_path_of_now() -> None:
+    module = nn.Linear(2, 2)
+    for path in ("", "encoder", "decoder"):
+        nodes = ObjectGraph({path: module}).nodes
+        name = f"{path}._forward_hooks".removeprefix(".")
+        assert nodes[id(module._forward_hooks)].path == name
 
 
 def test_a_buffer_is_as_far_from_another_as_its_own_norm_says() -> None:

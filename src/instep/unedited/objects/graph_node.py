@@ -32,10 +32,12 @@ from instep.unedited.objects.referents import is_empty_cell
 
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
-_FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+_RECURRENT_TABLES = MODULE_TABLES | {"_flat_weights", "_flat_weight_refs"}
 C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
+_NOTHING: dict[Any, Any] = {}
+"""What an empty dict contains: a model has ten for the hooks of each of its modules."""
 
 
 def is_table(part: nn.Module, name: str) -> bool:
@@ -44,7 +46,11 @@ def is_table(part: nn.Module, name: str) -> bool:
     A recurrent layer has a list of its weights, too, which its forward makes anew where one of them
     is another tensor, as a parametrised one is each time.
     """
-    return name in MODULE_TABLES or (name in _FLAT_WEIGHTS and isinstance(part, nn.RNNBase))
+    return name in _tables_of(part)
+
+
+def _tables_of(part: nn.Module) -> frozenset[str]:
+    return _RECURRENT_TABLES if isinstance(part, nn.RNNBase) else MODULE_TABLES
 
 
 @dataclass(slots=True)
@@ -63,7 +69,7 @@ class GraphNode:
     def note(self) -> None:
         """Note what it contains now."""
         self.contents = self.read()
-        if is_generator(self.value):
+        if isinstance(self.contents, str | bytes) and is_generator(self.value):
             self.state = state_of(self.value)
 
     def read(self) -> Any:
@@ -73,8 +79,11 @@ class GraphNode:
             space = vars(value) if isinstance(value, type) else value
             return {name: space[name] for name in self.names if name in space}
         if isinstance(value, nn.Module):
-            return {k: v for k, v in value.__dict__.items() if not is_table(value, k)}
+            tables = _tables_of(value)
+            return {k: v for k, v in value.__dict__.items() if k not in tables}
         if isinstance(value, dict):
+            if type(value) in _DICTS:
+                return dict(value) if value else _NOTHING
             return dict(_base_of(value).items(value))
         if isinstance(value, list | tuple | deque):
             return items_of(value)
@@ -101,7 +110,10 @@ class GraphNode:
 
     def restore(self) -> None:
         """Let it contain again what it did, unless that is a file's position."""
-        value, kept, now = self.value, self.contents, self.read()
+        value, kept = self.value, self.contents
+        if kept is _NOTHING and not value:
+            return
+        now = self.read()
         if is_same(now, kept):
             return
         if isinstance(value, type):

@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, use_transport
+from instep.distributed.numbers import gather_values
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.control_flow import NewBranch
 from instep.unedited.sharded_call.plan.whole_reasons import FREEZES
@@ -106,8 +106,8 @@ class CheckedTransport:
         return checked
 
     def _check(self, *step: object, why: str = "") -> None:
-        code = torch.tensor([crc32(repr(step).encode())], device=self._transport.control_device)
-        codes = [int(theirs) for theirs in self._transport.all_gather(code)]
+        code = crc32(repr(step).encode())
+        codes = [int(theirs) for [theirs] in gather_values([code], self._transport)]
         if len(set(codes)) == 1:
             return
         self._finished = True

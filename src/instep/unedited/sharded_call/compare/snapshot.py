@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -65,13 +65,15 @@ others by `.data`, as a norm that is bounded: from the next comparison on their 
 back and compared as buffers are."""
 
 
-def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The parameters that a forward must not change."""
-    kept: list[Tensor] = [] if module in _moving else list(nn.Module.parameters(module))
-    return {
-        _TRAINED: [p for p in kept if p.requires_grad],
-        _FROZEN: [p for p in kept if not p.requires_grad],
-    }
+def _find_unique(modules: Iterable[tuple[str, nn.Module]], table: str) -> dict[str, Tensor]:
+    """The parameters or buffers in these modules' tables, each once: what `named_parameters` and
+    `named_buffers` find, without their walks through the modules."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, part in modules:
+        for name, tensor in getattr(part, table).items():
+            if tensor is not None and id(tensor) not in found:
+                found[id(tensor)] = join(path, name), tensor
+    return dict(found.values())
 
 
 def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -93,28 +95,30 @@ class Snapshot:
             for k, part in enumerate(self._parts)
             for name, parameter in part._parameters.items()  # a script's table has no iterator
         }
-        written_into = {**self._parameters, **dict(module.named_buffers())}
+        modules = [*zip(self._names, self._parts, strict=True)]
+        self._own = _find_unique(modules, "_parameters")
+        buffers = _find_unique(modules, "_buffers")
+        written_into = {**self._parameters, **buffers}
         namespaces = {path: vars(x) for path, x in written_into.items() if x is not None}
         self._attributes = {path: _without_notes(kept) for path, kept in namespaces.items()}
         """What the script has written into parameters and buffers themselves."""
         self._made = {*self._names, *self._parameters}
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
-            buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
+            buffer: buffer._version for buffer in buffers.values() if not buffer.is_inference()
         }
         self.buffers = self._buffer_states(with_parameters=module in _moving)
         """The parameters of a module that moves them are among them."""
-        parts = dict(zip(self._names, self._parts, strict=True))
         written = [(path, namespaces[path]) for path, kept in self._attributes.items() if kept]
-        self.graph = ObjectGraph(parts, [*call.functions, *others, *written])
-        self._tensors = self._leaf_states(module) if others else []
+        self.graph = ObjectGraph(dict(modules), [*call.functions, *others, *written])
+        self._tensors = self._leaf_states() if others else []
         """Parameters, and tensors that others lead to: a backward may change them; a forward must
         not."""
         self._buffer_versions |= {x: x._version for x, *_ in self._tensors}
-        self._trained = [p.requires_grad for p in nn.Module.parameters(module)]
+        self._trained = [p.requires_grad for p in self._own.values()]
         self._versions = {
             "its input": versions(call.tensors),
-            **{what: versions(kept) for what, kept in _parameters_of(module).items()},
+            **{what: versions(kept) for what, kept in self._fixed_parameters().items()},
         }
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
         """What a forward may change without a new version, with checksums."""
@@ -129,21 +133,28 @@ class Snapshot:
             if kept is not None and (with_parameters or name in part._buffers)
         }
 
-    def _leaf_states(self, module: nn.Module) -> list[BufferState]:
+    def _fixed_parameters(self) -> dict[str, list[Tensor]]:
+        """The parameters that a forward must not change."""
+        kept = [] if self._parts[0] in _moving else [*self._own.values()]
+        return {
+            _TRAINED: [p for p in kept if p.requires_grad],
+            _FROZEN: [p for p in kept if not p.requires_grad],
+        }
+
+    def _leaf_states(self) -> list[BufferState]:
         """Those of parameters and of the leaves in `graph`, without what is in `buffers`."""
         kept = {id(state.buffer) for state in self.buffers.values()}
         found = [x for x, _, _ in self.graph.tensors.values() if x.grad_fn is None]
-        unique = {id(x): x for x in (*found, *nn.Module.parameters(module))}
+        unique = {id(x): x for x in (*found, *self._own.values())}
         return [
             BufferState.of(x) for x in unique.values() if id(x) not in kept and not x.is_inference()
         ]
 
     def note_values(self, call: BoundCall) -> None:
         """Note what the forward must not change by `.data`, too: that has no new version."""
-        module = call.module
-        own = {id(tensor) for tensor in (*nn.Module.parameters(module), *module.buffers())}
+        own = {id(tensor) for tensor in (*self._own.values(), *call.module.buffers())}
         plain = [x for x in call.tensors if not isinstance(x, ShardedOutput)]
-        kept = {"its input": plain, **_parameters_of(module)}
+        kept = {"its input": plain, **self._fixed_parameters()}
         for key, (tensor, path, _) in self.graph.tensors.items():
             if key not in own:
                 kept[f"the {path}" if is_variable(path) else f"the tensor {path}"] = [tensor]

@@ -49,6 +49,7 @@ from instep.unedited.objects.script_code import (
     names_in,
     sets_values,
 )
+from instep.unedited.sharded_call.plan.module_state.hook_tables import hook_table_nodes
 
 MAX_NODES = 4096
 """How many nodes are visited at most, the nearest first."""
@@ -155,13 +156,13 @@ class ObjectGraph:
     def _visit_module(self, path: str, part: nn.Module) -> None:
         if id(part) in self.nodes:
             return
-        for key, value in self._add(id(part), GraphNode(path, part)).contents.items():
-            if key not in HOOK_TABLES:
+        contents = self._add(id(part), GraphNode(path, part)).contents
+        self.nodes.update(hook_table_nodes(path, part, contents))
+        for key, value in contents.items():
+            if key not in HOOK_TABLES and not isinstance(value, PLAIN):
                 function = value.__func__ if isinstance(value, types.MethodType) else value
                 is_own = isinstance(function, types.FunctionType) and is_of_script(function)
                 self._look(join(path, key), value, follow=key != "forward" or is_own)
-            elif isinstance(value, dict | set):
-                self._add(id(value), GraphNode(join(path, key), value))
 
     def _look(self, path: str, value: Any, *, follow: bool = True) -> None:
         """Visit a value later, if there may be something in it."""
