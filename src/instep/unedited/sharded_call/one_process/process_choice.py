@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from statistics import median
 
 WHOLE_STEPS = 24
 """Where nothing was divided in so many steps, there is nothing to be measured."""
@@ -26,12 +25,12 @@ WARM_UP = 2
 """Steps at the start of a phase that are not timed."""
 _SETTLED = 8
 """Steps without a comparison or a timed call, before a measurement."""
-_FEWEST, _SECONDS = 4, 0.1
+_FEWEST, _SECONDS = 2, 0.1
 """The least number of timed steps in a phase, and about how long they take."""
 _MOST_SECONDS = 20.0
 """Longer the other ranks are not to wait: nothing is measured where steps take so long."""
-_PAIRS, _MAX_PAIRS = 3, 8
-"""Of phases: those that count, and those that are tried."""
+_MAJORITY, _MAX_PAIRS = 2, 8
+"""Of pairs of phases: how many decide, and how many are tried."""
 MARGIN = 0.98
 """One process must take less than this share of what the ranks take together."""
 _CLEAR = 1.25
@@ -180,11 +179,13 @@ class ProcessChoice:
         if is_alike and not (sample.has_trial or self._shared.has_trial):
             self._ratios.append(sample.seconds / max(self._shared.seconds, 1e-9))
         self._begin_phase(Phase.SHARED)
+        faster = sum(ratio < MARGIN for ratio in self._ratios)
+        slower = len(self._ratios) - faster
         if self._ratios and self._ratios[-1] > _CLEAR:
             self.stop()
-        elif len(self._ratios) == _PAIRS and median(self._ratios) < MARGIN:
+        elif faster == _MAJORITY:
             self._length, self.is_for_one = 0, True
-        elif len(self._ratios) == _PAIRS or self._pairs == _MAX_PAIRS:
+        elif slower == _MAJORITY or self._pairs == _MAX_PAIRS:
             self.stop()
         elif not is_alike:
             self._set_length(_next_multiple(self._length, self._evaluation_steps))
