@@ -71,6 +71,8 @@ class CallComparison:
         """Which of its sums are to be those of the whole batch when it is sharded; None: none."""
         self.known_outputs: tuple[OutputPlan, ...] = ()
         """How they were joined in earlier calls."""
+        self.is_noisy = False
+        """Whether earlier calls were the same only up to what rounding does to them."""
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
@@ -102,6 +104,8 @@ class CallComparison:
         self._division = division
         if self.reference.forward.is_random and not self.reference.drawn:
             self.reference.note_draws()  # in a part of the batch another length may equal its rows
+        if self.is_noisy and not self._tolerances.have_noise:
+            self._tolerances.measure_noise()  # the first attempt would end in this
         while True:
             self.reference.before.restore()
             found, why = self._attempt()
@@ -308,6 +312,7 @@ class CallComparison:
                 self.sums.same_places(region.group.transport) if self.sums else None
             ),
             files=forward.files,
+            is_noisy=self._tolerances.have_noise,
         )
 
 

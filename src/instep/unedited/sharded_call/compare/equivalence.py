@@ -207,6 +207,7 @@ def _verify(
 ) -> CallResult:
     """As `verify_plan`, unless `why` rules it out already."""
     comparison.stored, comparison.known_outputs = plan.stored, plan.outputs
+    comparison.is_noisy = plan.is_noisy
     if why is None:
         is_changed = not comparison.reference.has_structure(plan.structure)
         why = first_reason(_RETURNS_OTHERS if is_changed else None, group.transport)

@@ -87,6 +87,11 @@ class Tolerances:
         """Whether the call is the same in a higher precision. Then rounding alone sets them apart,
         which batch normalisation over few numbers enlarges without a limit."""
 
+    @property
+    def have_noise(self) -> bool:
+        """Whether it is known what rounding does to this call."""
+        return self._noise is not None
+
     def measure_noise(self) -> None:
         """Find how much of a difference rounding can explain."""
         with observed(is_silent=True):

@@ -88,6 +88,8 @@ class ShardingPlan:
     since what they add up has no rows. None: all go over this rank's rows."""
     files: tuple[str, ...] = ()
     """Those that its forward reads."""
+    is_noisy: bool = False
+    """Whether it is the same only up to what rounding does to this call, which was measured."""
 
     @cached_property
     def has_values(self) -> bool:
@@ -105,6 +107,7 @@ class ShardingPlan:
             draws_outside_torch=self.draws_outside_torch or later.draws_outside_torch,
             changes_attributes=self.changes_attributes or later.changes_attributes,
             files=tuple(dict.fromkeys((*self.files, *later.files))),
+            is_noisy=self.is_noisy or later.is_noisy,
         )
 
     @cached_property
