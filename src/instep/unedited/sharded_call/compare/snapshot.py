@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -81,6 +81,44 @@ def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if not k.startswith(COMPILER_NOTES)}
 
 
+def buffer_states(parts: Sequence[nn.Module]) -> dict[BufferKey, BufferState]:
+    """The buffers of a module and its parts as they are now. The parameters of a module that moves
+    them are among them."""
+    moves = parts[0] in _moving
+    return {
+        (k, name): BufferState.of(kept)
+        for k, part in enumerate(parts)
+        for name, kept in (*part._buffers.items(), *part._parameters.items())
+        if kept is not None and (moves or name in part._buffers)
+    }
+
+
+def buffer_errors(
+    actual: Mapping[BufferKey, BufferState],
+    expected: Mapping[BufferKey, BufferState],
+    kept: Container[BufferKey],
+) -> dict[BufferKey, BufferDistance]:
+    """How far the buffers are apart that two forwards have left, but for those of `kept` that have
+    a graph: they are joined and compared as outputs are."""
+    both = actual.keys() & expected.keys()
+    keys = [key for key in both if key not in kept or actual[key].node is None]
+    return {key: _buffer_error(key, actual, expected) for key in keys}
+
+
+def _buffer_error(
+    key: BufferKey,
+    actual: Mapping[BufferKey, BufferState],
+    expected: Mapping[BufferKey, BufferState],
+) -> BufferDistance:
+    value, right = actual[key].value, expected[key].value
+    part, name = key
+    variance = expected.get((part, "running_var"))
+    spread = 0.0
+    if name == "running_mean" and variance is not None:
+        spread = float(variance.value.double().sqrt().norm())
+    return BufferDistance(relative_error(value, right), relative_error(value, right, spread))
+
+
 class Snapshot:
     """The state before or after a forward of this call, or a backward.
 
@@ -107,8 +145,7 @@ class Snapshot:
         self._buffer_versions = {
             buffer: buffer._version for buffer in buffers.values() if not buffer.is_inference()
         }
-        self.buffers = self._buffer_states(with_parameters=module in _moving)
-        """The parameters of a module that moves them are among them."""
+        self.buffers = buffer_states(self._parts)
         written = [(path, namespaces[path]) for path, kept in self._attributes.items() if kept]
         self.graph = ObjectGraph(dict(modules), [*call.functions, *others, *written])
         self._tensors = self._leaf_states() if others else []
@@ -124,14 +161,6 @@ class Snapshot:
         """What a forward may change without a new version, with checksums."""
         self._changed_by_data: list[str] = []
         """What of that has others since then."""
-
-    def _buffer_states(self, *, with_parameters: bool) -> dict[BufferKey, BufferState]:
-        return {
-            (k, name): BufferState.of(kept)
-            for k, part in enumerate(self._parts)
-            for name, kept in (*part._buffers.items(), *part._parameters.items())
-            if kept is not None and (with_parameters or name in part._buffers)
-        }
 
     def _fixed_parameters(self) -> dict[str, list[Tensor]]:
         """The parameters that a forward must not change."""
@@ -266,20 +295,8 @@ class Snapshot:
         return WholeReason.of(change)
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
-        """How far the buffers are apart that two forwards have left, but for those that are joined
-        and compared as outputs are."""
-        both = self.buffers.keys() & expected.buffers.keys()
-        keys = [key for key in both if key not in self._kept or self.buffers[key].node is None]
-        return {key: self._buffer_error(key, expected) for key in keys}
-
-    def _buffer_error(self, key: BufferKey, expected: Snapshot) -> BufferDistance:
-        actual, right = self.buffers[key].value, expected.buffers[key].value
-        part, name = key
-        variance = expected.buffers.get((part, "running_var"))
-        spread = 0.0
-        if name == "running_mean" and variance is not None:
-            spread = float(variance.value.double().sqrt().norm())
-        return BufferDistance(relative_error(actual, right), relative_error(actual, right, spread))
+        """How far the buffers are apart that two forwards have left (see `buffer_errors`)."""
+        return buffer_errors(self.buffers, expected.buffers, self._kept)
 
     def find_difference(
         self, expected: Snapshot, before: Snapshot, far: Container[BufferKey], tolerance: float

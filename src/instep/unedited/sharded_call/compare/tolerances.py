@@ -26,7 +26,12 @@ from instep.unedited.sharded_call.compare.rounding import (
     tolerance,
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
-from instep.unedited.sharded_call.compare.snapshot import BufferKey, Snapshot
+from instep.unedited.sharded_call.compare.snapshot import (
+    BufferKey,
+    Snapshot,
+    buffer_errors,
+    buffer_states,
+)
 from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.compare.whole.whole_gradients import StatePair
 from instep.unedited.sharded_call.run.argument_writes import run_whole
@@ -56,8 +61,8 @@ class Noise:
             for again, out in zip(outputs, reference.outputs, strict=True)
         ]
         self.outputs = list(map(max, self.outputs, errors))
-        after = Snapshot(call)
-        for key, error in after.buffer_errors(reference.after).items():
+        buffers = buffer_states([*call.module.modules()])
+        for key, error in buffer_errors(buffers, reference.after.buffers, call.kept).items():
             self.buffers[key] = max(self.buffers.get(key, 0.0), error.to_spread)
         grads = reference.gradient_errors(outputs)
         self.gradients = list(map(max, self.gradients or grads, grads))
