@@ -28,7 +28,7 @@ from instep.distributed.negotiation import connections
 from instep.distributed.negotiation.channels import encode
 from instep.distributed.negotiation.message_table import Request
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.launch import supervisor
+from instep.launch import job_run
 from instep.launch.job import Job
 from instep.launch.multi_node.connections import HostResult, SupervisorConnections
 from instep.launch.multi_node.hosts import JobInfo
@@ -284,7 +284,7 @@ def one_host(size: int, limit: float) -> dict[str, Any]:
     os.dup2(null, 1)
     started: list[float] = []
     try:
-        result = supervisor.run_job(
+        result = job_run.run_job(
             Job(size, (__file__,)),
             started=lambda: started.append(time.perf_counter() - begin),
             start=_start_light,

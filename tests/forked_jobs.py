@@ -193,11 +193,11 @@ def _become(environ: Mapping[str, str], streams: Sequence[int]) -> None:
 def _supervise(words: Sequence[str]) -> NoReturn:
     """Be `instep …`, whose ranks are forked."""
     from instep import cli
-    from instep.launch import supervisor
+    from instep.launch import job_run
 
     origin = RankOrigin()
-    assert supervisor.run_job.__kwdefaults__ is not None
-    supervisor.run_job.__kwdefaults__["start"] = origin.start_rank
+    assert job_run.run_job.__kwdefaults__ is not None
+    job_run.run_job.__kwdefaults__["start"] = origin.start_rank
     sys.argv[:] = ["instep", *words]
     try:
         sys.exit(cli.main())

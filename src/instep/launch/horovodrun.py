@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from instep.errors import CommandLineError
-from instep.launch import supervisor
+from instep.launch import job_run
 from instep.launch.elastic import flags as elastic_flags
 from instep.launch.elastic.driver import Driver
 from instep.launch.elastic.hosts import run_script
@@ -148,7 +148,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     if options is not None:
         hosts_now = partial(_find_hosts, asked, size)
         return Driver(command, asked.output_filename, variables, options, hosts_now).run()
-    return supervisor.run_job(job, started=lambda: None).print_report()
+    return job_run.run_job(job, started=lambda: None).print_report()
 
 
 def _run_on_hosts(

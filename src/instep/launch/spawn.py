@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.launch import supervisor
+from instep.launch import job_run
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job, check_size
 from instep.launch.multi_node.hosts import detect_nodes
@@ -73,7 +73,7 @@ def spawn(
             hosts=detect_nodes(os.environ, nprocs),
             fingerprint=JobFingerprint.of_this_process(),
         )
-        result = supervisor.run_job(job, started=lambda: None, folder=folder)
+        result = job_run.run_job(job, started=lambda: None, folder=folder)
         if result.requested_signal is not None:
             _raise_signal(result.requested_signal)
         if result.first is not None:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from instep.launch import supervisor
+from instep.launch import job_run
 from instep.launch.job import Job
+from instep.launch.job_run import JobResult
 from instep.launch.ranks.rank_process import StartRank
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
 from instep.launch.restarts.standbys import Standbys
-from instep.launch.supervisor import JobResult
 from instep.process import print_line
 
 
@@ -22,7 +22,7 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
     LaunchError if the first attempt cannot be started.
     """
     if not policy.max_restarts:
-        return supervisor.run_job(job, started=started)
+        return job_run.run_job(job, started=started)
     with Standbys() as standbys:
         return _run_attempts(job, policy, started, standbys.start_rank)
 
@@ -30,7 +30,7 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
 def _run_attempts(
     job: Job, policy: RestartPolicy, started: Callable[[], None], start: StartRank
 ) -> JobResult:
-    result = supervisor.run_job(job, started=started, start=start)
+    result = job_run.run_job(job, started=started, start=start)
     attempt = Attempt(result.sizes, tuple(range(len(result.sizes))))
     restarts = 0
     while (decision := policy.next_attempt(attempt, result)).next is not None:
@@ -40,7 +40,7 @@ def _run_attempts(
         restarts += 1
         hosts = place_in(attempt, job.hosts)
         following = replace(job, size=attempt.sizes[hosts.node], hosts=hosts, restarts=restarts)
-        result = supervisor.run_job(following, started=lambda: None, start=start)
+        result = job_run.run_job(following, started=lambda: None, start=start)
     if decision.message:
         print_line(f"not restarted: {decision.message}")
     return result

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from instep.launch.job_run import JobResult
 from instep.launch.multi_node.hosts import NodeConfig
-from instep.launch.supervisor import JobResult
 from instep.process.failure import Failure
 from instep.training.checkpoint.resume_point import ResumePoint
 
