@@ -94,15 +94,40 @@ def test_the_first_floor_has_eight_packages_that_say_what_they_are_for() -> None
     assert {name: count for name, count in sentences.items() if count < 3} == {}
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    graph = grimp.build_graph("instep", cache_dir=None)
-    order: list[str] = []
-    waiting = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
-    while free := [name for name, needs in waiting.items() if needs <= {*order}]:
-        order += free
+def circle(imported: dict[str, set[str]]) -> set[str]:
+    """Those of these that import themselves through others, and what imports them."""
+    waiting, order = {**imported}, set[str]()
+    while free := {name for name, needs in waiting.items() if needs <= order}:
+        order |= free
         for name in free:
             del waiting[name]
-    assert waiting == {}
+    return {*waiting}
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """What each module of instep imports of the others."""
+    graph = grimp.build_graph("instep", cache_dir=None)
+    return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+
+
+def test_no_module_imports_itself_through_others(imports: dict[str, set[str]]) -> None:
+    assert circle(imports) == set()
+
+
+def test_no_part_of_a_package_imports_itself_through_other_parts(
+    imports: dict[str, set[str]],
+) -> None:
+    """Its modules and sub-packages, each with all that is in it."""
+    for package in {name.rpartition(".")[0] for name in imports} - {""}:
+        begin = f"{package}."
+        parts: dict[str, set[str]] = defaultdict(set)
+        for name, imported in imports.items():
+            if name.startswith(begin):
+                inside = {each for each in imported if each.startswith(begin)}
+                part = name.removeprefix(begin).partition(".")[0]
+                parts[part] |= {x.removeprefix(begin).partition(".")[0] for x in inside} - {part}
+        assert circle(parts) == set(), package
 
 
 def test_a_class_name_stands_once() -> None:

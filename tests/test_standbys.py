@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 from instep.distributed.identity.launchers import FAILURE_FILE
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, world_variables
 from instep.launch.job import Job
 from instep.launch.ranks.rank_process import RankProcess, RankSpec, StartRank
-from instep.launch.ranks.rank_variables import world_variables
 from instep.launch.restarts import standbys
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy

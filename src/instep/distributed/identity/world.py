@@ -81,3 +81,16 @@ def read_number(environ: Mapping[str, str], name: str | None, default: int | Non
         raise LaunchVariablesError(
             f"{name}={environ[name]!r} is not a whole number. Set it to one, or unset it."
         ) from None
+
+
+def world_variables(world: World) -> dict[str, str]:
+    """A world in the variables that torch reads."""
+    place = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+    }
+    return {name: str(value) for name, value in place.items()}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, world_variables
 from instep.launch.elastic.hosts import Slot
-from instep.launch.ranks.rank_variables import world_variables
 
 
 def plan_slots(

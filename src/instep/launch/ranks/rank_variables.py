@@ -14,23 +14,10 @@ from instep.distributed.identity.launchers import (
     STORE_FD,
     is_launcher_variable,
 )
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, world_variables
 from instep.launch.multi_node.hosts import JobInfo
 from instep.launch.multi_node.master import interface_variables
 from instep.process import settings
-
-
-def world_variables(world: World) -> dict[str, str]:
-    """A world in the variables that torch reads."""
-    place = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
-        "GROUP_RANK": world.node_rank,
-        "GROUP_WORLD_SIZE": world.nodes,
-    }
-    return {name: str(value) for name, value in place.items()}
 
 
 def rank_environment(

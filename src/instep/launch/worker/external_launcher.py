@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 
 from instep.distributed.identity import endpoints, launchers
-from instep.distributed.identity.world import World
+from instep.distributed.identity.world import World, world_variables
 from instep.distributed.rendezvous import port_file
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.multi_node.master import choose_master, interface_variables, master_variables
@@ -22,7 +22,6 @@ from instep.launch.multi_node.supervisor_rendezvous import (
     Values,
     join_rendezvous,
 )
-from instep.launch.ranks.rank_variables import world_variables
 from instep.process import print_line, settings
 from instep.unedited import session
 
