@@ -62,7 +62,10 @@ class RendezvousError(LaunchError):
 
     @classmethod
     def group_destroyed(cls) -> RendezvousError:
-        return cls("the ranks have parted: the process group that this belonged to is destroyed.")
+        return cls(
+            "the ranks have parted: the process group that this belonged to is destroyed. Move the "
+            "call before destroy_process_group()."
+        )
 
 
 class MixedJobError(LaunchError):

@@ -28,7 +28,8 @@ def allow_open_files(count: int) -> None:
     if reachable < count:
         print_line(
             f"this process may open {reachable} files (ulimit -Hn); a job of this size may "
-            f"need {count}."
+            f'need {count}. If the job fails with "Too many open files", raise that limit or start '
+            "fewer ranks."
         )
 
 

@@ -98,8 +98,8 @@ class DriftError(TrainingError):
         return cls(
             f"the ranks would sum gradients of different batches (the number of the batch of this "
             f"backward on {shown}): some of them have called backward more often than others for "
-            "one batch. Call it equally often on every rank; where a rank has nothing to add, for "
-            "a loss that is multiplied by zero."
+            "one batch. Call it equally often on every rank; one that has nothing to add can call "
+            "it for a loss that is multiplied by zero."
         )
 
     @classmethod

@@ -110,7 +110,11 @@ class Metric(ABC):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set this rank's totals. Raises ValueError for another number of them."""
         if state["totals"].shape != self.totals.shape:
-            raise ValueError(f"{len(state['totals'])} totals, but there are {len(self.totals)}.")
+            raise ValueError(
+                f"{len(state['totals'])} totals, but there are {len(self.totals)}: this state is "
+                f"that of another metric than this {type(self).__name__}, or of one that was made "
+                "with other arguments."
+            )
         self.totals = state["totals"].to(self.totals, copy=True)
 
 

@@ -162,7 +162,10 @@ def start_part(path: str, *, marks_cycles: bool) -> None:
     Raises ValueError if this rank writes that of the whole job, OSError if it cannot write there.
     """
     if _writers:
-        raise ValueError("this rank is writing the timeline of the whole job")
+        raise ValueError(
+            "this rank is writing the timeline of the whole job. Leave out start_timeline, or what "
+            "asks for that one: --timeline, INSTEP_TIMELINE or HOROVOD_TIMELINE."
+        )
     stop_part()
     Path(path).write_text("[\n")
     _add(TimelineWriter(Path(path), 0, recorder), _parts)

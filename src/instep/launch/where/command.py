@@ -64,7 +64,10 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     question = "stacks" if asked.stacks else "status" if asked.status else "where"
     reply = job_socket.request(jobs[0], question)
     if reply is None:
-        print_line(f"the job of process {jobs[0].pid} does not reply")
+        print_line(
+            f"the job of process {jobs[0].pid} does not reply: it has ended meanwhile, or its "
+            "watchers are off (INSTEP_WATCH=off)"
+        )
         return 1
     print(reply)
     return 0

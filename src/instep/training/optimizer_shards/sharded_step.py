@@ -57,7 +57,9 @@ def shard_optimizer(optimizer: Optimizer) -> None:
     Raises CannotShardError, ShardedTwiceError.
     """
     if hasattr(optimizer, _SHARDS):
-        raise ShardedTwiceError("the steps of this optimizer are already divided")
+        raise ShardedTwiceError(
+            "the steps of this optimizer are already divided. Call instep.shard(optimizer) once."
+        )
     divide = _division_of(optimizer)
     transport = get_transport()
     shards = _ShardedSteps(optimizer, divide, transport) if transport.size > 1 else None
@@ -95,7 +97,10 @@ def _division_of(optimizer: Optimizer) -> Divide:
             "instep.shard(optimizer) does not work yet. Leave it undivided."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise CannotShardError(f"{kind.__name__} with differentiable=True cannot be divided.")
+        raise CannotShardError(
+            f"{kind.__name__} with differentiable=True cannot be divided: its step is part of a "
+            "graph. Leave this optimizer undivided."
+        )
     for group in optimizer.param_groups:
         _check_once(group)
     return _DIVISIONS[by]
