@@ -35,7 +35,7 @@ from instep.launch.multi_node.hosts import JobInfo
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.ranks.rank_process import RankProcess, RankSpec
 from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
-from instep.process.failure import RankExit
+from instep.process.failures.record import RankExit
 
 KEY = b"k" * 32
 USUAL_FILES = 1024

@@ -16,7 +16,7 @@ from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.process import isolated_command
-from instep.process.last_position import format_position, read_whole, write_later_position
+from instep.process.failures.last_position import format_position, read_whole, write_later_position
 
 
 @pytest.fixture

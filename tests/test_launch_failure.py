@@ -21,7 +21,8 @@ from instep.launch.ranks.rank_process import RankProcess, RankSpec
 from instep.launch.ranks.reaper import end_ranks
 from instep.process import PACKAGE_FOLDER
 from instep.process.exit_status import system_exit_code
-from instep.process.failure import (
+from instep.process.failures.last_position import LastPosition, format_last_words, write_position
+from instep.process.failures.record import (
     DETECTION_DELAY,
     Failure,
     RankExit,
@@ -29,7 +30,6 @@ from instep.process.failure import (
     format_interrupt,
     format_report,
 )
-from instep.process.last_position import LastPosition, format_last_words, write_position
 from launching import Launch
 
 pytestmark = pytest.mark.launch

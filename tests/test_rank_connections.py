@@ -18,7 +18,7 @@ from instep.errors import (
     PeerLeftError,
     RendezvousError,
 )
-from instep.process.tracebacks import is_caused_by_another_rank
+from instep.process.failures.tracebacks import is_caused_by_another_rank
 
 HOSTNAME = re.escape(socket.gethostname())
 

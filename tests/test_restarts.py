@@ -17,7 +17,7 @@ import kills
 from instep.launch.job_run import JobResult
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
-from instep.process.failure import Failure
+from instep.process.failures.record import Failure
 from instep.training.checkpoint.resume_point import ResumePoint
 from launching import Launch
 

@@ -45,7 +45,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from instep.launch.ranks.rank_process import ENTRY_MODULE
 from instep.process import is_installed, is_stdlib
-from instep.process.last_position import write_position
+from instep.process.failures.last_position import write_position
 from launching import Launch
 
 SCRIPT = """

@@ -21,7 +21,7 @@ from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch.worker import local_rank_argument
 from instep.process import print_line
 from instep.process.exit_status import system_exit_code
-from instep.process.tracebacks import trim_traceback
+from instep.process.failures.tracebacks import trim_traceback
 from instep.version import __version__
 
 COMMANDS = {

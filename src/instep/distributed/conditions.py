@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from instep.process import is_installed
 from instep.process.exit_status import UNKNOWN_RANK
-from instep.process.tracebacks import awaited_rank, script_line
+from instep.process.failures.tracebacks import awaited_rank, script_line
 
 _PLACE = re.compile(r" at (/.+):(\d+)$")
 _LEAVES = (ast.Break, ast.Continue, ast.Return)

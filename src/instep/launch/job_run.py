@@ -25,8 +25,14 @@ from instep.launch.signals import SignalQueue
 from instep.launch.supervisor import INTERRUPTED, Supervisor
 from instep.process import settings, storage
 from instep.process.exit_status import REQUEUE
-from instep.process.failure import Failure, RankExit, first_failure, format_interrupt, format_report
-from instep.process.last_position import LastPosition
+from instep.process.failures.last_position import LastPosition
+from instep.process.failures.record import (
+    Failure,
+    RankExit,
+    first_failure,
+    format_interrupt,
+    format_report,
+)
 from instep.training.checkpoint.resume_point import ResumePoint
 
 _FILES, _FILES_PER_RANK = 64, 8

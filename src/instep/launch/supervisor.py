@@ -26,7 +26,7 @@ from instep.launch.signals import (
 from instep.launch.where.command import print_report
 from instep.launch.worker.control_bytes import FAILED
 from instep.process import pending_writes, print_line, settings
-from instep.process.failure import RankExit
+from instep.process.failures.record import RankExit
 from instep.process.procfs import handles_signal
 
 POLL_INTERVAL = 0.05

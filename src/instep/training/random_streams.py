@@ -30,7 +30,7 @@ from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity import torch_devices
 from instep.process import in_main_thread
-from instep.process.tracebacks import OwnFrames
+from instep.process.failures.tracebacks import OwnFrames
 
 T = TypeVar("T")
 

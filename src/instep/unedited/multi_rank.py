@@ -26,9 +26,9 @@ from instep.distributed.watchdog import client
 from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import pending_writes, print_line, settings
+from instep.process.failures.tracebacks import format_error
 from instep.process.import_hooks import after_import
 from instep.process.torch_private.compiler import allow_repeated_backward
-from instep.process.tracebacks import format_error
 from instep.training.draws import kernels
 from instep.training.drift import non_finite, optimizers
 from instep.training.drift.whole_gradients import StepCheck, note_backward

@@ -42,9 +42,9 @@ from instep.distributed.watchdog.watcher_process import (
     start_process,
 )
 from instep.process import pending_writes, settings, write_text
-from instep.process.failure import Failure
-from instep.process.last_position import write_position
-from instep.process.tracebacks import (
+from instep.process.failures.last_position import write_position
+from instep.process.failures.record import Failure
+from instep.process.failures.tracebacks import (
     awaited_rank,
     is_caused_by_another_rank,
     note_thread_limit,

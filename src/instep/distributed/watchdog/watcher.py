@@ -26,7 +26,7 @@ from instep.distributed.watchdog.stalls.job_socket import JobSocket
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
 from instep.process import write_text
 from instep.process.exit_status import format_failure, ranks_of, shell_exit_code
-from instep.process.last_position import format_last_words, read_whole
+from instep.process.failures.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import close_stderr, exit_code, has_ended, kill, set_process_name
 

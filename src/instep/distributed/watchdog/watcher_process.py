@@ -15,7 +15,7 @@ from instep.distributed.identity.launchers import FAILURE_FILE, JOB, launcher_pr
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.stalls import python_stacks
 from instep.process import isolated_command
-from instep.process.last_position import LastPosition, enable_faulthandler
+from instep.process.failures.last_position import LastPosition, enable_faulthandler
 
 
 def open_position_file() -> int:

@@ -28,8 +28,8 @@ from instep.launch.ranks.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
 from instep.process import print_line, settings, storage
 from instep.process.exit_status import format_ranks, shell_exit_code
-from instep.process.failure import Failure, RankExit
-from instep.process.last_position import LastPosition
+from instep.process.failures.last_position import LastPosition
+from instep.process.failures.record import Failure, RankExit
 
 START_SECONDS = 600.0
 """For the ranks of a world to ask for it, once there are enough slots."""

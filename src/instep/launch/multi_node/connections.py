@@ -19,7 +19,7 @@ from typing import Any
 
 from instep.launch.multi_node.hosts import JobInfo
 from instep.process import settings
-from instep.process.failure import DETECTION_DELAY, Failure, RankExit
+from instep.process.failures.record import DETECTION_DELAY, Failure, RankExit
 from instep.training.checkpoint.resume_point import ResumePoint
 
 Message = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from instep.errors import CommandLineError
 from instep.process import write_text
-from instep.process.failure import Failure
+from instep.process.failures.record import Failure
 
 STDOUT, STDERR = 1, 2
 INHERITED = None

@@ -16,7 +16,7 @@ from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.ranks.output import Streams
 from instep.launch.worker.control_bytes import BEGUN, GO, READY
 from instep.process import python_command
-from instep.process.failure import Failure, RankExit
+from instep.process.failures.record import Failure, RankExit
 from instep.process.pending_writes import marker_path, remove_drafts
 
 ENTRY_MODULE = "instep.launch.worker.entry"

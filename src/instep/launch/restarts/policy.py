@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from instep.launch.job_run import JobResult
 from instep.launch.multi_node.hosts import NodeConfig
-from instep.process.failure import Failure
+from instep.process.failures.record import Failure
 from instep.training.checkpoint.resume_point import ResumePoint
 
 

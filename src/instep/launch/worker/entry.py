@@ -23,9 +23,9 @@ from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch.worker import program
 from instep.launch.worker.control_bytes import BEGUN, FAILED, GO, READY
 from instep.process.exit_status import system_exit_code
-from instep.process.failure import Failure
-from instep.process.last_position import LastPosition, enable_faulthandler
-from instep.process.tracebacks import (
+from instep.process.failures.last_position import LastPosition, enable_faulthandler
+from instep.process.failures.record import Failure
+from instep.process.failures.tracebacks import (
     awaited_rank,
     format_error,
     format_traceback,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from instep.process.tracebacks import root_cause
+from instep.process.failures.tracebacks import root_cause
 from instep.training.errors import EmptyBlockError
 
 _EMPTY_LIST = (

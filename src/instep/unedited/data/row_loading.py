@@ -23,7 +23,7 @@ from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
-from instep.process.tracebacks import OwnFrames
+from instep.process.failures.tracebacks import OwnFrames
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.dataset_state import DatasetState, Variable

@@ -14,9 +14,9 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
+from instep.process.failures.tracebacks import drop_own_frames
 from instep.process.patching import Function
 from instep.process.torch_private.loaders import pin_memory
-from instep.process.tracebacks import drop_own_frames
 from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import (
     ExchangedBatch,

@@ -13,7 +13,7 @@ from instep.distributed.errors import AuthenticationError, DisagreementError
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog import client
 from instep.process import settings
-from instep.process.tracebacks import root_cause
+from instep.process.failures.tracebacks import root_cause
 
 PATIENCE = 1.5
 """Seconds. If all ranks fail in the same way, rank 0 has reported it by then, unless it is behind:

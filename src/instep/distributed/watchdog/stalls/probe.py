@@ -22,7 +22,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     is_idle_worker,
     script_position,
 )
-from instep.process.last_position import read_whole, write_later_position
+from instep.process.failures.last_position import read_whole, write_later_position
 from instep.process.procfs import (
     context_switches,
     current_folder,

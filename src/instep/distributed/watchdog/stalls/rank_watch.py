@@ -27,7 +27,7 @@ from instep.distributed.watchdog.stalls.request_relay import RequestRelay
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
 from instep.process import write_text
 from instep.process.exit_status import format_ranks
-from instep.process.last_position import write_later_position
+from instep.process.failures.last_position import write_later_position
 from instep.process.procfs import memory_in_use, read_stat
 
 POLL_SECONDS, _POLLS_PER_THRESHOLD, _FASTEST = 2.5, 5, 0.2

@@ -19,7 +19,7 @@ from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
-from instep.process.tracebacks import drop_own_frames
+from instep.process.failures.tracebacks import drop_own_frames
 from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from instep.process.failures.tracebacks import OwnFrames
 from instep.process.torch_private.loaders import pin_memory
-from instep.process.tracebacks import OwnFrames
 from instep.unedited.data.loading_effects import LoadingEffects
 
 _ABSENT, _END = object(), object()

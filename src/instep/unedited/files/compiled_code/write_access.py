@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from instep.process import storage
-from instep.process.tracebacks import format_error
+from instep.process.failures.tracebacks import format_error
 from instep.unedited.files import overlay
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.compiled_code import landlock
