@@ -334,6 +334,17 @@ def test_a_line_that_each_rank_draws_for_itself_is_named(body: Body, message: st
     model(x)  # said once
 
 
+@pytest.mark.filterwarnings("ignore:Drawing draws random numbers of its own")
+def test_masks_that_each_rank_is_asked_to_draw_for_itself_are_not_named() -> None:
+    lstm = nn.LSTM(8, 8, 2, dropout=0.5)
+    model, x = instep.replicate(Drawing(packed, lstm), dropout="rank"), torch.ones(5, 6)
+    registry.end_step()
+    registry.register(x, Block(0, 2, 10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstepWarning)
+        model(x)
+
+
 def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
     model, x = instep.replicate(Drawing(like)), torch.ones(8, 6)
     model.lock = threading.Lock()  # so it cannot be copied

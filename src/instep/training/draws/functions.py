@@ -97,10 +97,11 @@ def _recurrent(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if is_packed:
         call = forward_calls.current()
-        if call is not None and call.batch_dims is not None and call.trial is None:
+        if call is not None and call.dropout == "global" and call.batch_dims is not None:
             call.batch_dims.warn(
                 "runs a recurrent layer with dropout on packed sequences: each rank draws its own "
-                "masks, so the numbers are not those of one process."
+                "masks, so the numbers are not those of one process. Leave the script without the "
+                'two lines, or choose that: instep.replicate(model, dropout="rank").'
             )
         return original(*args, **kwargs)
     with torch.backends.cudnn.flags(enabled=False) if args[0].is_cuda else nullcontext():
