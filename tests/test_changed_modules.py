@@ -659,6 +659,39 @@ def test_what_is_drawn_for_no_row_is_never_taken_for_rows() -> None:
     assert torch.equal(after, torch.rand(()))
 
 
+class NormedPieces(nn.Linear):
+    """Takes the mean from each piece of the batch, of so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(4, 3)
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        pieces = super().forward(x).split(self.rows)
+        return torch.cat([piece - piece.mean(0) for piece in pieces])
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize(
+    ("piece", "rows"),
+    [
+        (4, (24, 48, 72, 96, 120, 26)),  # parts begin where pieces do, and then do not
+        (32, (12, 18, 24, 30, 6, 96)),  # there is one piece, and then there are several
+    ],
+)
+def test_a_batch_whose_parts_are_cut_otherwise_than_before_is_compared(
+    piece: int, rows: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = NormedPieces(piece)
+    inputs = [torch.randn(count, 4) for count in rows]
+    with sharding():
+        found = [model(x) for x in inputs]
+        assert modules.call_counts.whole == 1  # the last one
+    for x, output in zip(inputs, found, strict=True):
+        assert torch.allclose(output, model(x), atol=1e-6)
+
+
 # ------------------------------------------------------------------------- one gradient of two
 
 

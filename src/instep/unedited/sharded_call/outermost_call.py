@@ -19,8 +19,9 @@ from instep.unedited.sharded_call.compare.watched_calls import compare_traced, l
 from instep.unedited.sharded_call.counting import call_counts, count_batch
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.cache_entry import MAX_COMPARED, CacheEntry
+from instep.unedited.sharded_call.plan.cache_entry import CacheEntry
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.compared_sizes import MAX_COMPARED
 from instep.unedited.sharded_call.plan.control_flow import WATCHED_CALLS
 from instep.unedited.sharded_call.plan.module_state import temporary_modules
 from instep.unedited.sharded_call.plan.module_state.module_properties import (

@@ -15,8 +15,8 @@ from instep.training.drift.comparison import is_compared_step
 from instep.unedited.objects.branch_conditions import BranchConditions
 from instep.unedited.sharded_call.plan.bound_call import BoundCall, is_number
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, gain
+from instep.unedited.sharded_call.plan.compared_sizes import ComparedSizes
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
-from instep.unedited.sharded_call.plan.division import shapes_of, size_differences
 from instep.unedited.sharded_call.plan.module_state import attribute_changes
 from instep.unedited.sharded_call.plan.module_state.attribute_changes import AttributeChanges
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
@@ -25,8 +25,6 @@ from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
-MAX_COMPARED = 4
-"""Other shapes are compared anew this many times; after that they count among the samples."""
 _CALLS_TO_A_BRANCH = 2
 """So many calls after a condition has changed may be the first to take the branch."""
 SAMPLED_CALLS = frozenset(10**k for k in range(1, 20))
@@ -45,9 +43,7 @@ class CacheEntry:
     has_parts: bool = True
     """Whether its parts are sharded where it is whole: not those of a language model that
     generates, which compute one token of each row, and not those inside of a compiled graph."""
-    shapes: set[tuple[Any, ...]] = field(default_factory=set)
-    size_differences: frozenset[tuple[int, int, str]] = frozenset()
-    """Where shards had entries of other sizes than others in calls that were compared."""
+    sizes: ComparedSizes = field(default_factory=ComparedSizes)
     numbers: tuple[Any, ...] = ()
     """Those among the arguments of the last call."""
     changes: dict[int, int] = field(default_factory=dict)
@@ -111,8 +107,7 @@ class CacheEntry:
         news = (
             is_in_doubt,
             self._has_new_numbers(call),
-            self._has_new_shapes(call),
-            self._has_new_differences(call, size),
+            self.sizes.add(call.leaves, call.rows, size),
             self._has_new_attributes(),
             self._has_other_trained(call),
         )
@@ -154,18 +149,6 @@ class CacheEntry:
             if self.plan is not None:
                 attributes.files.watch(self.plan.files)
             attributes.skip()
-
-    def _has_new_shapes(self, call: BoundCall) -> bool:
-        shapes = shapes_of(call.leaves)
-        if shapes in self.shapes or len(self.shapes) >= MAX_COMPARED:
-            return False
-        self.shapes.add(shapes)
-        return True
-
-    def _has_new_differences(self, call: BoundCall, size: int) -> bool:
-        before = self.size_differences
-        self.size_differences |= size_differences(call.leaves, call.rows, size)
-        return self.size_differences != before
 
     def _has_new_numbers(self, call: BoundCall) -> bool:
         given = tuple(leaf for leaf in call.leaves if is_number(leaf, call.rows))

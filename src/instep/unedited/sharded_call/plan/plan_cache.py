@@ -2,7 +2,7 @@
 
 Calls share an entry if they agree in their key (training or not, with gradients or without, the
 arguments' structure, dtypes and flags, strings for the whole batch). Within an entry, calls with
-other shapes or other numbers are compared anew, the first few of them.
+other sizes or other numbers are compared anew, the first few of them.
 """
 
 from __future__ import annotations
