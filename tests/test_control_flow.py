@@ -547,6 +547,42 @@ def test_rows_that_depend_on_those_of_their_label_are_whole_from_the_first_on(ki
     torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
 
 
+class PullsMarked(nn.Linear):
+    """Rows with a mark, which none of the first batches has, are drawn to their sum."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__(4, 3)
+        self.mark = mark
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:  # type: ignore[override]
+        scores = super().forward(x)
+        marked = (marks.view(-1) == self.mark).float()
+        return scores - marked[:, None] * (marked @ scores) / 10
+
+
+@pytest.mark.parametrize(
+    ("marks", "mark"),
+    [
+        (torch.full((8,), -1), 0),  # no row has a group yet
+        (torch.tensor([0, 4, 1, 3, 4, 4, 0, 0]), 2),  # a rare label
+        (torch.zeros(8, 1).bool(), 1),
+        (torch.zeros(8), 1),  # a weight
+    ],
+)
+@ranks(2)
+def test_rows_with_a_mark_that_none_has_yet_are_whole_from_the_first_on(
+    marks: Tensor, mark: int
+) -> None:
+    torch.manual_seed(0)
+    model = PullsMarked(mark)
+    x = torch.randn(8, 4)
+    with sharding() as log:
+        found = model(x, marks)
+    why = "its rows depend on each other where their values are others"
+    assert (why in log.getvalue()) == (instep.rank == 0)
+    torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
+
+
 class ClassLoss(nn.Linear):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(super().forward(x), labels, label_smoothing=0.1)

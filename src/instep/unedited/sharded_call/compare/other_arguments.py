@@ -100,13 +100,16 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     A condition for each element, as of `torch.where`, may have a side that no row of the script's
     first batches meets, and a term of the whole batch there. So floats are multiplied, and the ends
     of rows of whole numbers and masks set to zero. Rows may also depend on each other where they
-    have the same whole number, a label: so all rows get that of one. What fails, is not finite or
-    takes another branch with such arguments proves nothing; values that differ must differ twice.
-    Collective. Leaves another state behind.
+    have the same whole number, a label: so all rows get that of one. Or only where they have a
+    label that none of them has yet, or a weight that is still zero: so they get all labels up to
+    the largest, and weights of one. What fails, is not finite or takes another branch with such
+    arguments proves nothing; values that differ must differ twice. Collective. Leaves another state
+    behind.
     """
     if is_compiled(reference.call.parts):  # it would be compiled anew
         return ""
-    call, dims = reference.call, plan.division.dims
+    call, division = reference.call, plan.division
+    dims = [None if k == division.offsets else dim for k, dim in enumerate(division.dims)]
     found: str | None = None
     for factors in _FACTORS:
         others = (_with_other_values(call, dims, factors, seed) for seed in range(2))
@@ -115,9 +118,11 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
             break
     if found:
         return found
-    others = (_with_one_label(call, dims, row) for row in (0, -1))
-    found = _find_difference(reference, plan, group, others)
-    return _COUPLED if found == _COUPLED else ""
+    for of_labels, numbers in ((_with_one_label, (0, -1)), (_with_all_labels, (0, 1))):
+        others = (of_labels(call, dims, number) for number in numbers)
+        if _find_difference(reference, plan, group, others) == _COUPLED:
+            return _COUPLED
+    return ""
 
 
 def _find_difference(
@@ -259,6 +264,27 @@ def _labelled(leaf: Any, dim: int | None, row: int) -> Any:
         return _mapped(leaf, lambda x, _: _labelled(x, dim, row))
     is_vector = isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.layout is torch.strided
     return leaf[row].expand_as(leaf).clone() if is_vector and _is_label(leaf[row]) else leaf
+
+
+def _with_all_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> BoundCall:
+    """The call with each label up to the largest, and 0 or 1 where all are zero, in a row of each
+    half of the batch."""
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([_relabelled(leaf, dim, first) for leaf, dim in pairs])
+
+
+def _relabelled(leaf: Any, dim: int | None, first: int) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return _mapped(leaf, lambda x, _: _relabelled(x, dim, first))
+    if dim != 0 or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    if leaf.numel() != len(leaf) or leaf.is_complex() or leaf.requires_grad:
+        return leaf
+    if leaf.is_floating_point() and leaf.any():
+        return leaf
+    half, count = max(1, len(leaf) // 2), max(2, int(leaf.max()) + 1)
+    numbers = (torch.arange(len(leaf), device="cpu") + first) % half * count // half
+    return numbers.view(leaf.shape).to(leaf)
 
 
 def _is_label(value: Any) -> bool:
