@@ -358,6 +358,23 @@ def synced(model: Drawing, y: Tensor) -> Tensor:
     return model.parts[0](y) + torch.randn_like(y)
 
 
+def before_a_layer(model: Drawing, y: Tensor) -> Tensor:
+    return model.parts[0](y + torch.randn_like(y))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("body", [synced, before_a_layer])
+def test_the_rows_of_a_draw_are_known_in_a_model_whose_weights_a_hook_computes(
+    normed: Callable[[nn.Module], nn.Module], body: Body
+) -> None:
+    layer = normed(nn.Linear(8, 8)).eval()  # a step of spectral normalisation changes the layer
+    model = instep.replicate(Drawing(body, layer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstepWarning)
+        same_on_any_number_of_ranks(model, 16)
+
+
 def draw_after_a_synchronized_layer() -> int:
     model = instep.replicate(Drawing(synced, nn.SyncBatchNorm(8)))
     with warnings.catch_warnings():
@@ -380,6 +397,46 @@ def test_a_draw_of_which_the_data_decide_the_rows_is_named(body: Body, verb: str
     with pytest.warns(InstepWarning, match=message) as warned:
         _ = [played(model, x, 2, step, model) for step in range(3)]
     assert len(warned) == 1, "said once"
+
+
+def test_a_draw_for_rows_that_the_data_choose_is_named_though_none_were_at_first() -> None:
+    chosen = torch.zeros(5, dtype=torch.bool)
+
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        kept = chosen.repeat(len(y) // 5)
+        return y + torch.randn_like(y[kept]).sum()
+
+    model = instep.replicate(Drawing(body))
+    message = r"This line draws \(3, 8\) in a forward with 5 rows on this rank: how many"
+
+    def call() -> None:
+        x = torch.ones(5, 6)
+        registry.end_step()
+        registry.register(x, Block(0, 2, 10))
+        model(x)
+
+    call()
+    chosen[:3] = True
+    with pytest.warns(InstepWarning, match=message):
+        call()
+
+
+def test_a_trial_calls_no_hooks_of_the_script() -> None:
+    lengths: list[int] = []
+
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        lengths.append(len(y))
+        return synced(model, y)
+
+    model, called = instep.replicate(Drawing(body, nn.Linear(8, 8))), []
+    model.parts[0].register_forward_pre_hook(lambda *_: called.append("before"))
+    model.parts[0].register_forward_hook(lambda *_: called.append("after"))
+    x = torch.ones(8, 6)
+    registry.end_step()
+    registry.register(x, Block(0, 2, 16))
+    model(x)
+    assert lengths == [8, 16], "there was a trial, with every row twice"
+    assert called == ["before", "after"]
 
 
 def test_a_trial_leaves_the_generators_of_numpy_and_python() -> None:

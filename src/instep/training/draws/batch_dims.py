@@ -283,16 +283,16 @@ def _call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) ->
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        twin = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+        twin = copy.deepcopy(module, _shared_by_copies(module))
         for part in twin.modules():
-            _remove_hooks_of_the_script(part)
+            part._forward_hooks.clear()
+            part._forward_pre_hooks.clear()
         twin.forward(*args, **kwargs)
 
 
-def _remove_hooks_of_the_script(part: nn.Module) -> None:
-    """Leave hooks of torch's own, such as those of normed weights."""
-    for hooks in (part._forward_hooks, part._forward_pre_hooks):
-        for key, hook in list(hooks.items()):
-            owner = getattr(hook, "__module__", None) or type(hook).__module__
-            if owner.split(".")[0] != "torch":
-                del hooks[key]
+def _shared_by_copies(module: nn.Module) -> dict[int, Any]:
+    """Parameters, by their ids, and attributes that a hook computes, such as normed weights: torch
+    copies no tensor of which it knows how it was computed."""
+    kept = (x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor))
+    computed = {id(x): x.detach() for x in kept if not x.is_leaf}
+    return computed | {id(p): p for p in module.parameters()}

@@ -65,7 +65,7 @@ class BatchDrawMode(DrawMode):
     def _seed(self, *rank: int) -> None:
         for generator in default_generators():
             generator.manual_seed(derive_seed(self._draw.seed, self._count, *rank))
-        self._count += not rank
+        self._count += 1
 
     def _dim(self, shape: Shape) -> int | None:
         """The dimension of the rows; as it was, if gradient checkpointing computes again."""
