@@ -1,5 +1,6 @@
 """What the script's functions and hooks keep in a backward is as in one process."""
 
+import functools
 from typing import ClassVar
 
 import pytest
@@ -207,8 +208,23 @@ class Branched(nn.Module):
         return self.out(inside.mean(2) + self.around(x).mean(2))
 
 
-def hooked(register):
-    model, called = Branched(), []
+class Tied(nn.Module):
+    """Two of its layers are used twice, and others in between; their sums begin with the first use
+    and with the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third, self.fourth = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        earlier, later = self.first(x), self.first(self.second(x))
+        before, after = self.third(x), self.third(self.fourth(x))
+        return (earlier + later) * (after + before)
+
+
+def hooked(register, make=Branched):
+    model, called = make(), []
     for k, p in enumerate(model.parameters()):
         register(p, lambda grad, k=k: called.append(k))
         p.register_hook(lambda grad: grad + 0.01 * torch.randn_like(grad))
@@ -263,9 +279,44 @@ def computed_by_the_script(*, in_an_attribute):
     return [torch.tensor(norms), torch.tensor(len(Counted.calls)), model.p.grad]
 
 
+def asked_for_in_a_hook():
+    """Gradients, of the loss whose backward calls the hook."""
+    model, found = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), []
+    for _ in range(6):
+        model.zero_grad()
+        scores = model(torch.randn(6, 4))
+        loss = scores.square().mean()
+
+        def ask(_, loss=loss, hooks=(hooks := [])):
+            hooks.pop().remove()
+            found.extend(torch.autograd.grad(loss, model.parameters(), retain_graph=True))
+
+        hooks.append(scores.register_hook(ask))
+        loss.backward(retain_graph=True)
+        found.extend(p.grad.clone() for p in model.parameters())
+    return found
+
+
+def of_rows():
+    """Gradients of several rows at once, by which the graph is freed, or kept."""
+    model, found = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), []
+    for _ in range(6):
+        scores = model(torch.randn(6, 4))
+        rows = torch.eye(3)[:, None].expand(3, 6, 3)
+        for is_kept in (True, False):
+            ask = functools.partial(torch.autograd.grad, retain_graph=is_kept)
+            found += ask(scores, [*model.parameters()], rows, is_grads_batched=True)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(scores.sum(), model[0].weight)
+    return found
+
+
 HOOKED = {
     "hooks on gradients": lambda: hooked(torch.Tensor.register_hook),
     "hooks after accumulation": lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook),
+    "hooks on tied weights": lambda: hooked(torch.Tensor.register_hook, Tied),
+    "gradients, in a hook": asked_for_in_a_hook,
+    "gradients of rows": of_rows,
 }
 CASES = {
     "a class": (in_a_class, 0),

@@ -208,6 +208,84 @@ def test_a_file_without_tensors_is_verified_too(tmp_path):
         storage.read(path)
 
 
+def changed_header(old, new):
+    """What replaces a piece of a header, which stays as long, and leaves the tensors."""
+
+    def change(content):
+        assert content.count(old) == 1
+        return content.replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_header(b'"shape":[3]', b'"shape":[2]'), "its header is not one .w has 8 bytes"),
+        (changed_header(b'"F32"', b'"X99"'), "its header is not one .'X99'"),
+        (changed_header(b"[3]", b"[a]"), "its header is not one "),
+        (lambda content: b"\xff" * 8 + content[8:], "its header is not one "),
+        (lambda content: content[:-1] + b"\xff", "its checksum is not that"),
+        (
+            lambda content: len(content[8:]).to_bytes(8, "little") + content[8:],
+            "its header is not one ",
+        ),
+    ],
+)
+def test_of_a_damaged_file_nothing_is_believed(tmp_path, change, said):
+    older = storage.write(tmp_path, 1, small_state())
+    newer = storage.write(tmp_path, 2, {"model": {"w": torch.ones(3)}})
+    file = newer / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.warns(InstepWarning, match=said):
+        found = storage.read_latest(tmp_path)
+    assert found[0] == older
+    assert same(found[1], small_state())
+
+
+def test_a_header_that_leaves_bytes_out_is_not_believed(tmp_path):
+    newer = storage.write(tmp_path, 2, {"model": {"w": torch.ones(3)}})
+    file = newer / "model.safetensors"
+    content = file.read_bytes()
+    short = content.replace(b'"shape":[3]', b'"shape":[2]').replace(b"[0,12]", b"[0,8] ")
+    assert len(short) == len(content) != short.count(content)
+    file.write_bytes(short)
+    with pytest.raises(DamagedCheckpointError, match="the tensors have 8 bytes of 12"):
+        storage.read(newer)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path, monkeypatch):
+    path = storage.write(tmp_path, 1, {"model": {"w": torch.ones(300)}})
+    file, fstat = path / "model.safetensors", os.fstat
+
+    def cut_off(descriptor):
+        found = fstat(descriptor)
+        if found.st_ino == file.stat().st_ino and found.st_size > 500:
+            os.truncate(file, 500)
+        return found
+
+    monkeypatch.setattr(os, "fstat", cut_off)
+    with pytest.raises(DamagedCheckpointError, match="became shorter while it was read"):
+        storage.read(path)
+
+
+def test_a_checkpoint_is_on_the_disk_before_and_after_it_gets_its_name(tmp_path, monkeypatch):
+    """Or a power cut could leave a name without its files, or files without their name."""
+    on_disk, fsync = [], os.fsync
+
+    def note(descriptor):
+        fsync(descriptor)
+        on_disk.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.listdir(tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", note)
+    path = storage.write(tmp_path, 1, small_state())
+    draft = next(name for _, names in on_disk for name in names)
+    files = {f"{tmp_path}/{draft}/{name}" for name in os.listdir(path)}
+    assert {what for what, names in on_disk if names == [draft]} == {*files, f"{tmp_path}/{draft}"}
+    assert on_disk[-2] == (f"{tmp_path}/{draft}", [draft])
+    assert on_disk[-1] == (str(tmp_path), [path.name])
+
+
 def test_there_is_none_in_a_folder_that_does_not_exist(tmp_path):
     assert storage.latest(tmp_path / "none") is None
 

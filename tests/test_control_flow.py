@@ -728,6 +728,31 @@ def test_a_condition_with_a_property_is_not_evaluated() -> None:
     assert not model.asked
 
 
+class HasTwoConditions(nn.Module):
+    steps, epoch = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.epoch > 3:
+            return x
+        return x if self.steps > 100 else -x
+
+
+def test_of_many_calls_only_conditions_are_looked_at_whose_values_have_changed() -> None:
+    model = HasTwoConditions()
+    model.steps = model.epoch = 0
+    conditions = BranchConditions([model])
+    for _ in range(64):
+        conditions.may_be_others()
+        model.steps += 1
+    model.epoch = 9
+    assert not conditions.may_be_others()
+    found = []
+    for _ in range(50):
+        model.steps += 1
+        found.append(conditions.may_be_others())
+    assert found.count(True) == 1
+
+
 def evaluated(text: str, values: Values | None = None, **own: Any) -> Any:
     scope = Evaluation(always, values or Values({}), own, {})
     return scope.value(ast.parse(text, mode="eval").body)
