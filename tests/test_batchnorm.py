@@ -328,3 +328,11 @@ def test_a_placeholder_adds_nothing_to_second_derivatives():
     of_ranks = run(3, slopes, 2)[1:]  # rank 0 has no row
     for ours, theirs in zip(zip(*of_ranks, strict=True), whole, strict=True):
         torch.testing.assert_close(torch.cat(ours), theirs)
+
+
+@ranks(2)
+def test_a_placeholder_of_more_values_has_the_same_error():
+    layer, x = instep.replicate(nn.BatchNorm1d(4)), instep.shard(torch.ones(1, 4, 1))
+    assert len(x) == 1
+    with pytest.raises(TrainingError, match="all ranks together hold 1 "):
+        layer(x if instep.rank else x.repeat(1, 1, 5))

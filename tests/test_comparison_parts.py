@@ -17,6 +17,7 @@ from instep.unedited.sharded_call.compare.graph_difference import (
     has_changed,
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import candidate_divisions, size_differences
 from instep.unedited.sharded_call.plan.module_state import attribute_changes
@@ -126,6 +127,17 @@ def test_a_buffer_is_as_far_from_another_as_its_own_norm_says() -> None:
     errors = Snapshot(call).buffer_errors(expected)
     assert errors[0, "seen"] == pytest.approx((0.2, 0.2))
     assert errors[0, "running_mean"].to_spread == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("error", "is_allowed"), [(0.05, True), (0.3, False)])
+def test_by_the_noise_of_one_gradient_another_may_differ_by_a_tenth(
+    error: float, is_allowed: bool
+) -> None:
+    reference: Any = types.SimpleNamespace(gradient_errors=lambda _: [error, 0.0])
+    tolerances, noise = Tolerances(reference), types.SimpleNamespace(gradients=[0.0, 0.5])
+    assert not tolerances.matches_gradients([torch.ones(2)])
+    tolerances._noise = noise
+    assert tolerances.matches_gradients([torch.ones(2)]) == is_allowed
 
 
 def test_a_flag_with_too_many_values_is_a_number() -> None:
