@@ -49,6 +49,15 @@ def test_what_is_not_one_job_is_named(changed, message):
         job_fingerprint.check_same_job({0: CARD, 1: card(**changed), 2: CARD}, "rank")
 
 
+@pytest.mark.parametrize(
+    "changed", [{"host": 3}, {"arguments": ["--lr", 1]}, {"arguments": 7}, {"other": "text"}]
+)
+def test_what_is_no_fingerprint_is_refused(changed):
+    assert JobFingerprint.from_json(CARD.to_json()) == CARD
+    with pytest.raises(TypeError):
+        JobFingerprint.from_json(CARD.to_json() | changed)
+
+
 def test_one_job_on_several_hosts_is_one_job():
     job_fingerprint.check_same_job({0: CARD, 1: card(host="other", network="other")}, "rank")
 

@@ -274,6 +274,14 @@ class Wrapped(Tensor):
         return func(*(x.inner if isinstance(x, Wrapped) else x for x in args), **kwargs or {})
 
 
+@pytest.mark.parametrize("offsets", [[0, 4], [-1, 3]])
+def test_segments_out_of_range_are_refused_which_the_kernel_of_the_cpu_reads(
+    offsets: list[int],
+) -> None:
+    with pytest.raises(RuntimeError, match="offsets are not within the 3 rows"), IndexChecks():
+        torch.segment_reduce(ones(3), "sum", offsets=T(offsets))
+
+
 def test_what_a_subclass_or_a_transform_makes_of_an_operation_is_checked() -> None:
     assert refused(lambda: Wrapped(zeros(3))[T([3])])
     assert refused(lambda: torch.vmap(lambda x, i: x.take(i))(zeros(2, 3), T([[0], [6]])))
