@@ -112,6 +112,37 @@ def test_a_script_goes_on_after_ctrl_c(launch: Launch, parts: dict[str, str], sa
     assert (launch.folder / "model.pt").exists()
 
 
+ONE_SAVES = """
+import os, signal
+rank = int(os.environ["RANK"])
+try:
+    with open("both", "rw"[rank]):
+        print("go", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    if rank:
+        raise
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("told to end" if signal.sigtimedwait([signal.SIGTERM], 5) else "saved", flush=True)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_after_ctrl_c_a_rank_may_save_while_others_have_ended(tmp_path: Path) -> None:
+    """For longer than a rank that fails leaves to the others."""
+    launch = Launch(tmp_path)
+    os.mkfifo(tmp_path / "both")
+    (tmp_path / "train.py").write_text(ONE_SAVES)
+    with launch.start("-n", 2, "--output", "rank0", "train.py") as process:
+        until(process, "go")
+        process.send_signal(signal.SIGINT)
+        result = launch.end_of(process)
+    launch.close()
+    assert result.stdout == "saved\n"
+    assert result.returncode != 0
+
+
 @pytest.mark.nightly
 @pytest.mark.launch
 def test_a_sleep_is_interrupted_and_the_second_ctrl_c_ends_the_job(launch: Launch) -> None:
