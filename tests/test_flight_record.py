@@ -206,6 +206,17 @@ def test_the_detail_names_a_collective_and_does_not_change_its_tag(recorder) -> 
     assert first.tag == second.tag
 
 
+@pytest.mark.parametrize("letter", ["x", "训"])
+def test_of_a_detail_that_is_too_long_the_operation_and_the_line_are_kept(recorder, letter) -> None:
+    fd = recorder.file_descriptor()
+    recorder.detail = f"gradient for the hook at {letter * 60}.py:1234"
+    recorder.enter("all_reduce", (4,), torch.float32, "0:0-2")
+    (entry,) = record_format.read(fd).entries
+    assert entry.op.startswith("all_reduce (gradient for the hook at")
+    assert entry.op.endswith(f"{letter}.py:1234)")
+    assert (entry.shape, entry.group) == ((4,), "0:0-2")
+
+
 def test_the_collective_that_runs_is_the_oldest_open_one_of_its_group(recorder) -> None:
     other = recorder.add_group("1", [0, 1])
     group = recorder.add_group("0", [0, 1, 2])

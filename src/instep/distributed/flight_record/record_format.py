@@ -37,6 +37,9 @@ MESSAGES = "messages-"
 _SEPARATOR = "\x1f"
 _EXTENT = 48
 """Characters of a shape that fit."""
+_OP_BYTES = 64
+_OP_BEGIN_BYTES = 36
+"""Of an operation with a detail that is longer, its begin, and its end, where a line stands."""
 _ATTEMPTS = 3
 _PREPOSITIONS = {
     "broadcast": "from",
@@ -142,12 +145,21 @@ def encode_signature(
     """The first text of a slot."""
     extent = "-" if shape is None else ",".join(map(str, shape))
     extent = extent if len(extent) <= _EXTENT else "-"
-    texts = (op[:64], dtype, extent, "" if root is None else str(root), reduction, group)
+    texts = (_shorten_op(op), dtype, extent, "" if root is None else str(root), reduction, group)
     encoded = _SEPARATOR.join(texts).encode(errors="backslashreplace")
     if len(encoded) > SIGNATURE_BYTES:
         short = (*texts[:-1], group.partition(":")[0] + ":?")
         encoded = _SEPARATOR.join(short).encode(errors="backslashreplace")
     return encoded[:SIGNATURE_BYTES]
+
+
+def _shorten_op(op: str) -> str:
+    encoded = op.encode(errors="backslashreplace")
+    if len(encoded) <= _OP_BYTES:
+        return op
+    begin, dots = encoded[:_OP_BEGIN_BYTES], "..."
+    end = encoded[len(encoded) - (_OP_BYTES - len(begin) - len(dots)) :]
+    return begin.decode(errors="ignore") + dots + end.decode(errors="ignore")
 
 
 def read(fd: int) -> FlightRecord:
