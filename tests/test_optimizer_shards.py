@@ -16,6 +16,7 @@ from torch import nn, optim
 import instep
 from instep.distributed.flight_record import record_format
 from instep.errors import TrainingError
+from instep.training.checkpoint import saved_objects
 from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.optimizer_shards import sharded_step
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
@@ -352,6 +353,27 @@ def test_a_state_dict_is_not_changed_by_later_steps() -> None:
             optimizer.load_state_dict(state)
     for index, values in kept["state"].items():
         assert all(torch.equal(state["state"][index][name], values[name]) for name in values)
+
+
+@ranks(1)
+def test_a_checkpoint_copies_the_state_of_one_rank_no_second_time(tmp_path) -> None:
+    def optimizer_of(model):
+        optimizer = instep.shard(optim.Adam(model.parameters(), 1e-2))
+        backward(model, optimizer, batches()[0])
+        optimizer.step()
+        return optimizer
+
+    optimizer, other = (optimizer_of(instep.replicate(network())) for _ in range(2))
+    state = saved_objects.state_of(optimizer)
+    saved_objects.load_state(other, state, "optimizer", tmp_path)
+    (weight, *_), (others, *_) = (
+        optimizer.param_groups[0]["params"],
+        other.param_groups[0]["params"],
+    )
+    addresses = {
+        each["exp_avg"].data_ptr() for each in (optimizer.state[weight], other.state[others])
+    }
+    assert addresses == {state["state"][0]["exp_avg"].data_ptr()}
 
 
 @ranks(1, 2, 3)

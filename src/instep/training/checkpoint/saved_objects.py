@@ -21,6 +21,7 @@ from instep.training.checkpoint.plain_loaders import StatefulLoader, track
 from instep.training.checkpoint.random_states import SavedGenerator
 from instep.training.drift.optimizers import parameters_of
 from instep.training.metrics import Metric
+from instep.training.optimizer_shards.sharded_step import sharing_memory
 from instep.training.shards import ShardedLoader
 
 
@@ -70,12 +71,16 @@ def each_object(prepared: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def state_of(prepared: Any) -> Any:
-    """The states of objects."""
-    return each_object(prepared, lambda value: value.state_dict())
+    """The states of objects, whose tensors may be those of the objects."""
+    with sharing_memory():
+        return each_object(prepared, lambda value: value.state_dict())
 
 
 def load_state(prepared: Any, state: Any, name: str, path: Path) -> None:
-    """Load the states of objects. Raises OtherModelError with all that does not fit."""
+    """Load the states of objects, which may keep the tensors of `state`.
+
+    Raises OtherModelError with all that does not fit.
+    """
     if isinstance(prepared, dict):
         _check_keys(prepared, state, name, path)
         for key, value in prepared.items():
@@ -84,7 +89,8 @@ def load_state(prepared: Any, state: Any, name: str, path: Path) -> None:
     if isinstance(prepared, nn.Module):
         _check_model(prepared, state, name, path)
     try:
-        prepared.load_state_dict(state)
+        with sharing_memory():
+            prepared.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise OtherModelError(f"{path}: {name} does not take its state: {why}") from error

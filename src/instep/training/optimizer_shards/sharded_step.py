@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import TrainingError
+from instep.process.scoped_value import ScopedValue
 from instep.training.buckets.reducer import partial_sums, reducer_of
 from instep.training.drift.optimizers import parameters_of
 from instep.training.drift.step_gradients import GradientCheck
@@ -69,13 +71,22 @@ def shard_optimizer(optimizer: Optimizer) -> None:
             vars(optimizer).pop(name, None)
         kind: Any = type(optimizer)
         optimizer.__class__ = _divided_class(kind)
-    else:  # as divided ones do: state dicts share no memory with the optimizer
+    else:  # as those of several ranks: state dicts share no memory with the optimizer
         optimizer.register_state_dict_post_hook(_copied)
         optimizer.register_load_state_dict_pre_hook(_copied)
 
 
+_shares_memory = ScopedValue(False)
+
+
+def sharing_memory() -> AbstractContextManager[bool]:
+    """Inside, the state dict of an optimizer that is divided in a world of one is not copied: for
+    one that copies it itself, or keeps none that it has loaded."""
+    return _shares_memory.set_to(True)
+
+
 def _copied(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy(state_dict)
+    return state_dict if _shares_memory.value else copy.deepcopy(state_dict)
 
 
 def _division_of(optimizer: Optimizer) -> Divide:
