@@ -401,6 +401,30 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert said.count("instep: ") == 1
 
 
+SLOW_EXIT = """
+import atexit, os, select, sys
+def wait_for_peer():
+    select.select([os.pidfd_open(peer)], [], [], 20)
+if os.environ["RANK"] == "0":
+    atexit.register(wait_for_peer)  # after all that was registered later, as joined workers are
+import instep, torch
+peer = instep.all_gather_object(os.getpid())[1]
+if instep.rank == 0:
+    raise ValueError("the cause")
+instep.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(60)
+def test_a_rank_without_a_peer_prints_nothing_while_the_peer_is_still_exiting(tmp_path) -> None:
+    with launcher_of(tmp_path, SLOW_EXIT) as launcher:
+        _, said = launcher.communicate(timeout=50)
+    assert said.count("ValueError: the cause") == 1
+    assert "PeerLeftError" not in said
+    assert said.count("Traceback") == 1
+
+
 ALONE = """
 import os, sys
 print("begins", flush=True)

@@ -55,6 +55,9 @@ from instep.process.failures.tracebacks import (
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 DECISION_SECONDS = 3.0
 """For which a rank that failed waits to learn whether its failure is the first."""
+END_SECONDS = 15.0
+"""For which a rank whose failure is not the first waits to be ended by its watcher, which gives the
+first one time to exit (`first_failure.FAILED_RANK_SECONDS`)."""
 PARENT_SECONDS = 2.0
 """For which a child of multiprocessing that must end waits to be ended by its parent, as mp.spawn
 does: if it ended itself, a busy parent might take it for the one that failed first."""
@@ -189,6 +192,8 @@ class WatcherClient:
         self._world, self._pid = world, os.getpid()
         self._decided = threading.Event()
         """The job's first failure is known, or no watcher is left to choose it."""
+        self._is_unwatched = threading.Event()
+        """No watcher is left to end this rank."""
         self._rank_0_waits = threading.Event()
         """It does, while this rank has failed; or no watcher is left to tell."""
         self.has_rank_0_ended = False
@@ -269,7 +274,7 @@ class WatcherClient:
         self.send("failed", code=code, **fields)
         self._decided.wait(DECISION_SECONDS)
         if not self._is_first:
-            time.sleep(DECISION_SECONDS)  # the watcher ends this rank meanwhile
+            self._is_unwatched.wait(END_SECONDS)  # the watcher ends this rank meanwhile
         write_text(2, self._headline)  # torch's own hook around this one catches prints
 
     # ------------------------------------------------------------------------- from the watcher
@@ -279,8 +284,8 @@ class WatcherClient:
         while (messages := self._connection.recv()) is not None:
             for message in messages:
                 self._handle(message.pop("type"), message)
-        self._decided.set()
-        self._rank_0_waits.set()
+        for event in (self._decided, self._is_unwatched, self._rank_0_waits):
+            event.set()
         rank_signals.disconnect()
         self._connection.close()
         os.close(self._seen)
