@@ -8,6 +8,7 @@ gradient.
 from __future__ import annotations
 
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -500,10 +501,28 @@ def test_draws_under_autocast() -> None:
     torch.testing.assert_close(joined, whole, rtol=0.02, atol=0.02)
 
 
-def test_noise_of_numpy_is_named() -> None:
-    model = instep.replicate(Drawing(lambda model, y: y + float(np.random.rand())))
-    with pytest.warns(InstepWarning, match="Drawing draws random numbers of its own"):
+def numpys(model: Drawing, y: Tensor) -> Tensor:
+    return y + float(np.random.rand())
+
+
+def pythons(model: Drawing, y: Tensor) -> Tensor:
+    return y + random.random()
+
+
+def seeding(model: Drawing, y: Tensor) -> Tensor:
+    return y + torch.seed() % 2
+
+
+@pytest.mark.parametrize(
+    ("body", "named"), [(numpys, ""), (pythons, "random "), (seeding, "seed ")]
+)
+def test_a_draw_of_the_forwards_own_is_named_with_its_line(body: Body, named: str) -> None:
+    model, before = instep.replicate(Drawing(body)), torch.get_rng_state()
+    line = f"{__file__}:{body.__code__.co_firstlineno + 1}"
+    what = f"Drawing draws random numbers of its own in its forward ({named}at {line}); each rank"
+    with pytest.warns(InstepWarning, match=re.escape(what)):
         model(torch.ones(4, 6))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("is_for_rows", [False, True])

@@ -39,6 +39,7 @@ from instep.training.buckets.reducer import Reducer
 from instep.training.buckets.sparse_sums import find_tables
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims, script_place
+from instep.training.draws.first_own_draw import find_first_own_draw
 from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
@@ -253,10 +254,12 @@ def _warn_of_draws(
         or any(not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu)
         or not (others is None or call.batch_dims.draws_same(call, others))
     ):
+        place = find_first_own_draw(call, seed, others or RNGStates.capture())
         warn_at_script_line(
-            f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
-            "draws its own, so the numbers are not those of one process. Draw them outside, for "
-            "the whole batch, and shard them: instep.shard(noise). [INS701]",
+            f"{type(model).__name__} draws random numbers of its own in its forward"
+            f"{place and f' ({place})'}; each rank draws its own, so the numbers are not those of "
+            "one process. Draw them outside, for the whole batch, and shard them: "
+            "instep.shard(noise). [INS701]",
         )
 
 

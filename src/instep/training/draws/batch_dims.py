@@ -243,12 +243,12 @@ def _try_every_row_twice(
     def run() -> None:
         if before is not None:
             before.restore()
-        _call_copy(module, args, kwargs, trial)
+        call_copy(module, args, kwargs, trial)
         after.append(RNGStates.capture())
 
     forward_calls.push(trial)
     try:
-        _run_in_thread(run, devices[0])
+        run_in_thread(run, devices[0])
     finally:
         forward_calls.drop()
         others.restore()
@@ -257,7 +257,7 @@ def _try_every_row_twice(
     return trial.trial, after[0] if after else None
 
 
-def _run_in_thread(function: Callable[[], None], device: str) -> None:
+def run_in_thread(function: Callable[[], None], device: str) -> None:
     """A draw is in the midst of torch's dispatcher, whose state is that of a thread: in it, some
     functions compute otherwise."""
     casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -275,7 +275,7 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
     thread.join()
 
 
-def _call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) -> None:
+def call_copy(module: nn.Module, args: Any, kwargs: Any, trial: ForwardCall) -> None:
     """Call a copy of the module that shares its parameters, and leave no trace."""
     trial.caller, trial.thread = script_place(), threading.get_ident()
     with redirect_stdout(io.StringIO()), ExitStack() as stack:
