@@ -28,7 +28,9 @@ from instep.errors import (
 )
 from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.on_disk import storage
+from instep.training.checkpoint.plain_loaders import track
 from instep.training.checkpoint.time_limit import SignalFlag
+from instep.training.random_streams import RNGStates
 from pool import run
 
 pytestmark = pytest.mark.slow
@@ -186,6 +188,40 @@ def test_plain_loaders_with_workers_load_again_what_was_taken(tmp_path):
     run(1, train, str(tmp_path / "parts"), STEPS + 2, kind="plain with workers", every=2)
     rest = run(1, train, str(tmp_path / "parts"), kind="plain with workers")
     assert exactly(rest[0], whole[0])
+
+
+def second_epoch(state, taken, *, is_sharded, has_generator):
+    """The samples after the first `taken` batches of the second epoch, a random number behind them,
+    and the state before; with a state that goes on from it."""
+    torch.manual_seed(3)
+    loader = DataLoader(
+        in_memory(), BATCH, shuffle=True, num_workers=1, persistent_workers=True,
+        multiprocessing_context="fork", generator=torch.Generator() if has_generator else None,
+    )  # fmt: skip
+    loader = instep.shard(loader) if is_sharded else loader
+    position = loader if is_sharded else track(loader)
+    if state is None:
+        assert len([*loader]) == STEPS
+    else:
+        position.load_state_dict(state[0])
+        state[1].restore()
+    batches = iter(loader) if taken else None
+    for _ in range(taken if state is None else 0):
+        next(batches)
+    saved = position.state_dict(), RNGStates.capture()
+    rest = [index.tolist() for _, index in (batches or loader)]
+    return rest, torch.rand(()).item(), saved
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("has_generator", [True, False])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_persistent_workers_that_are_started_again_draw_nothing(is_sharded, has_generator, taken):
+    """They had drawn their seed before the first epoch; the second one's order comes later."""
+    kind = {"is_sharded": is_sharded, "has_generator": has_generator}
+    *whole, state = second_epoch(None, taken, **kind)
+    *rest, _ = second_epoch(state, taken, **kind)
+    assert rest == whole
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])

@@ -237,7 +237,8 @@ class ShardedLoader(DataLoader[T]):
         own = self._blocks.empty_block()
         if own.size > 1:
             vars(loading)["collate_fn"] = BlockCollate(self.collate_fn, own.rank)
-        if not in_main_thread() and self.generator is None:
+        was_made = self.persistent_workers and self._blocks.epoch > 0  # before a checkpoint
+        if was_made or (not in_main_thread() and self.generator is None):
             # The seed of workers: from the global generator it would come at any moment.
             seed = derive_seed(self._seed, self._blocks.epoch, "workers")
             vars(loading)["generator"] = torch.Generator().manual_seed(seed)

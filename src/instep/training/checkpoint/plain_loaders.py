@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.process.patching import Function, Patch, PatchHandle
@@ -49,6 +50,10 @@ class PlainLoaderPosition:
         self._begin: dict[str, Any] | None = None
         """The states of generators before the epoch."""
         self._iteration = 0
+        self._has_workers = self._had_workers = self._is_loaded = False
+        """Whether there are persistent workers, which no later epoch draws a seed for; whether
+        there were before the last epoch; whether no epoch was begun since a checkpoint was loaded,
+        when they have to be started again."""
 
     def iterate(self, original: Function, loader: DataLoader[Any]) -> CountedBatches:
         """torch's iterator, that counts, and goes on where a checkpoint was saved."""
@@ -59,18 +64,33 @@ class PlainLoaderPosition:
                 "loader": get_states(loader),
             }
             self._batches, self._has_ended = 0, False
-            return CountedBatches(self, original(loader), self._iteration)
+            return CountedBatches(self, self._begin_epoch(original, loader), self._iteration)
         self._resumes = False
         assert self._begin is not None
         now = RNGStates.capture()
         RNGStates(**self._begin["global"]).restore()
         set_states(loader, self._begin["loader"])
-        batches = original(loader)
+        batches = self._begin_epoch(original, loader)
         try:
             _skip(batches, self._batches, loader)
         finally:
             now.restore()
         return CountedBatches(self, batches, self._iteration)
+
+    def _begin_epoch(self, original: Function, loader: DataLoader[Any]) -> Any:
+        starts_again = self._is_loaded and loader.persistent_workers
+        self._had_workers, self._has_workers = self._has_workers, loader.persistent_workers
+        self._is_loaded = False
+        if not starts_again:
+            return original(loader)
+        loader._iterator = None
+        before = loader.generator
+        if self._had_workers:
+            loader.generator = torch.Generator().manual_seed(self._iteration)
+        try:
+            return original(loader)
+        finally:
+            loader.generator = before
 
     def count(self, iteration: int, *, has_ended: bool) -> None:
         """The loop of the last iteration that was begun has taken a batch, or has ended."""
@@ -92,6 +112,7 @@ class PlainLoaderPosition:
             "begin": begin,
             "loader": self._described,
             "generators": states,
+            "has_workers": self._has_workers if self._has_ended else self._had_workers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,6 +120,7 @@ class PlainLoaderPosition:
         self._begin, self._batches = state["begin"], state["batches"]
         self._resumes = self._begin is not None
         self._has_ended = not self._resumes
+        self._has_workers, self._is_loaded = state.get("has_workers", False), True
         if self._resumes and state["loader"] != self._described:
             raise OtherDataError(
                 f"the checkpoint was saved after {self._batches} batches of an epoch of "
