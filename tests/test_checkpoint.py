@@ -1,6 +1,7 @@
 """A training that was interrupted goes on as if it had not been."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -660,6 +661,29 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, number):
     assert storage.step_of(storage.latest(tmp_path / "parts")) == STEPS + 1
     rest = run(2, train, str(tmp_path / "parts"))
     assert exactly(rest[1], whole[1])
+
+
+def train_with_signals_to_workers(folder, number):
+    """Each worker gets the signal at each step, as Slurm sends it to every process of a job."""
+    torch.manual_seed(3)
+    np.random.seed(3)
+    training = Training(folder, "workers")
+    original = training.mean.update
+
+    def update(*args):
+        original(*args)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, number)
+
+    training.mean.update = update
+    return training.train()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_workers_of_loaders_outlive_a_signal_that_asks_to_save(tmp_path, number):
+    (whole,) = run(1, train, str(tmp_path / "whole"), kind="workers")
+    (told,) = run(1, train_with_signals_to_workers, str(tmp_path / "told"), number)
+    assert exactly(told, whole)
 
 
 @pytest.mark.parametrize("where", ["a forked child", "nothing would be saved"])

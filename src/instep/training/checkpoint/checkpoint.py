@@ -32,7 +32,7 @@ from instep.training.checkpoint.saved_objects import (
     prepare,
     state_of,
 )
-from instep.training.checkpoint.time_limit import SignalFlag
+from instep.training.checkpoint.time_limit import SignalFlag, expect_signals
 
 _TRAINING = "training"
 """The entry with what belongs to no object: position, random streams."""
@@ -210,6 +210,7 @@ class Checkpoint:
         batches that were taken. Raises OtherModelError, OtherDataError, NewerFormatError.
         """
         with phase("checkpoint"):
+            expect_signals()
             self._writer.wait()
             state: dict[str, Any] | None = None
             with single_process_scope() as here:
