@@ -352,6 +352,21 @@ def test_a_rank_that_fails_while_another_one_is_named_has_not_finished() -> None
             watcher.close()
 
 
+def test_ranks_that_have_saved_and_ask_for_another_turn_have_not_failed() -> None:
+    loop = Timers()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(loop, 2, listener, "token")
+        watchers = [FakeWatcher(hub, loop, rank) for rank in range(2)]
+        for rank in (1, 0):
+            watchers[rank].tell("finished")
+            watchers[rank].tell("failed", **failure_fields(rank, "a", 75, silent=True))
+            watchers[rank].tell("ended", code=75)
+            loop.due.pop()()
+        assert hub.job.first_failure is None
+        for watcher in watchers:
+            watcher.close()
+
+
 LAUNCHES = """
 import os, subprocess, sys
 common = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job", "MASTER_PORT": sys.argv[1]}

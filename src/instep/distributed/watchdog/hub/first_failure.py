@@ -9,6 +9,7 @@ from instep.distributed.watchdog.connection import Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.job_state import JobState
 from instep.process.exit_status import (
+    REQUEUE,
     UNKNOWN_RANK,
     describe_early_exit,
     format_failure,
@@ -28,8 +29,8 @@ LAUNCHER_SECONDS = 0.2
 """From the end of the rank that failed to that of the others: their launcher sees it first."""
 OTHERS_SECONDS = 0.9
 """For the other ranks to exit."""
-REQUESTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
-"""Exit codes of ranks that were asked to end."""
+REQUESTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, REQUEUE}
+"""Exit codes of ranks that were asked to end; the last one after they have saved."""
 RESOLUTION = 0.002
 """Seconds. If two ranks ended within them, as their watchers saw it, their order is open."""
 _BY_LAUNCHERS = (-signal.SIGKILL, -signal.SIGTERM, None)
@@ -88,8 +89,9 @@ class FirstFailure:
         exiting = job.finished - job.ended.keys()  # one of them may have failed, unreported
         awaited = {first.get("awaited_rank")} - {each["rank"] for each in job.failures}
         leaving = awaited & job.running_ranks()  # it may be about to report why
-        limit = EXITING_POSTPONED if leaving or awaited & exiting else MAX_POSTPONED
-        is_open = not job.all_connected() or leaving or (exiting and not has_silent)
+        has_saved = first["code"] == REQUEUE and len(job.ended) < job.size  # as all ranks do
+        limit = EXITING_POSTPONED if leaving or has_saved or awaited & exiting else MAX_POSTPONED
+        is_open = not job.all_connected() or leaving or has_saved or (exiting and not has_silent)
         return bool(is_open and self._postponed < limit)
 
     def _headline(self, first: Message) -> str:
