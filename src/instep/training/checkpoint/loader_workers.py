@@ -64,10 +64,10 @@ class _WorkerInit:
             self._of_script(worker)
         for number, handler in before.items():
             if signal.getsignal(number) == handler:
-                signal.signal(number, _Outlive())
+                signal.signal(number, _IgnoredSignal())
 
 
-class _Outlive:
+class _IgnoredSignal:
     """A handler that does nothing in the process that has installed it. (What is ignored would be
     ignored by the commands that it starts, too.)"""
 

@@ -20,7 +20,7 @@ from instep.training.forward_calls import ForwardCall
 from instep.training.random_streams import RNGStates, default_generators
 
 
-class _Watch:
+class _DrawWatch:
     """Looks at the generators at each call of a function, and notes the first that has drawn.
 
     Args:
@@ -64,7 +64,7 @@ def find_first_own_draw(call: ForwardCall, seed: int, others: RNGStates) -> str:
         others.restore()
         for generator in generators:
             generator.manual_seed(seed)
-        watch = _Watch(has_block=call.batch.resolve_on_this_rank() is not None)
+        watch = _DrawWatch(has_block=call.batch.resolve_on_this_rank() is not None)
         sys.setprofile(watch.on_event)
         try:
             call_copy(module, args, kwargs, trial)
