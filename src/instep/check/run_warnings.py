@@ -49,7 +49,7 @@ _ALL = (
         "drawn-by-rank",
         "A forward draws random numbers that cannot be those of the whole batch.",
         """\
-The warning names the line, or the class of the model. Each rank draws other numbers there, so the
+The warning names the line. Each rank draws other numbers there, so the
 training is not that of one process. The usual cause is a draw whose shape does not contain the
 number of rows, or a function that instep does not know. Where the warning speaks of other shapes on
 other ranks, each rank has padded sequences to the longest of its own rows: pad them to one length.
