@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_a_hook_that_a_forward_registers_or_removes_is_a_change_and_is_set_back(
     assert not module._forward_hooks
     without.restore()
     assert all(getattr(module, name) is table for name, table in tables.items())
+
+
+def test_a_proxy_of_a_module_is_looked_at_as_a_module_is() -> None:
+    module = nn.Linear(2, 2)
+    without = ObjectGraph({"": weakref.proxy(module)})
+    module.register_forward_hook(lambda *_: None)
+    without.restore()
+    assert not module._forward_hooks
 
 
 def test_the_attributes_of_a_module_are_named_by_its_path_of_now() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -29,8 +30,9 @@ def hook_table_nodes(
     """The nodes of the module's tables of hooks, among these attributes, by the tables' ids; those
     of before where there is still no hook."""
     tables = {name: attributes[name] for name in HOOK_TABLES if name in attributes}
-    has_hooks = any(tables.values())
-    known: _EmptyTables | None = None if has_hooks else _without_hooks.get(module)
+    is_proxy = type(module) in weakref.ProxyTypes  # of which nothing can be kept weakly
+    is_kept = not (is_proxy or any(tables.values()))
+    known: _EmptyTables | None = _without_hooks.get(module) if is_kept else None
     if known is not None and known.path == path and is_same(tables, known.tables):
         return known.nodes
     nodes: dict[Hashable, GraphNode] = {}
@@ -38,6 +40,6 @@ def hook_table_nodes(
         if isinstance(table, dict | set):
             nodes[id(table)] = node = GraphNode(f"{path}.{name}".removeprefix("."), table)
             node.note()
-    if not has_hooks:
+    if is_kept:
         _without_hooks[module] = _EmptyTables(path, tables, nodes)
     return nodes
