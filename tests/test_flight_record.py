@@ -78,7 +78,10 @@ def test_an_entry_names_the_line_of_the_script_through_any_number_of_library_fra
         "def evaluate(frames):\n"
         "    call(frames, enter); call(frames + 1, enter)\n"
         "def alone():\n"
-        "    enter()",
+        "    enter()\n"
+        "def descend(depth, frames):\n"
+        "    if depth: return descend(depth - 1, frames)\n"
+        "    call(frames, enter)",
         "/home/me/train.py",
         "exec",
     )
@@ -90,6 +93,9 @@ def test_an_entry_names_the_line_of_the_script_through_any_number_of_library_fra
         space["train"](frames)
         space["evaluate"](frames)
         lines += [2, 4, 4]
+    for depth, frames in ((0, 3), (0, 0), (5, 0)):  # the function is where it was and nearer
+        space["descend"](depth, frames)
+        lines.append(9)
     in_thread = threading.Thread(target=space["alone"])  # with a short stack
     in_thread.start()
     in_thread.join()
