@@ -525,6 +525,16 @@ class PullsEqualLabels(nn.Linear):
         return scores - others @ scores / 10
 
 
+def assert_is_whole_at_once(model: nn.Linear, of_rows: Any) -> None:
+    """The first call, with these labels or marks, in which nothing pulls the rows."""
+    x = torch.randn(8, 4)
+    with sharding() as log:
+        found = model(x, of_rows)
+    why = "its rows depend on each other where their values are others"
+    assert (why in log.getvalue()) == (instep.rank == 0)
+    torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
+
+
 LABELS: dict[str, Callable[[Tensor], Any]] = {
     "vector": lambda labels: labels,
     "array": lambda labels: labels.numpy(),
@@ -538,13 +548,7 @@ LABELS: dict[str, Callable[[Tensor], Any]] = {
 def test_rows_that_depend_on_those_of_their_label_are_whole_from_the_first_on(kind: str) -> None:
     torch.manual_seed(0)
     model = PullsEqualLabels(4, 3)
-    labels = LABELS[kind](torch.arange(8))
-    x = torch.randn(8, 4)
-    with sharding() as log:
-        found = model(x, labels)
-    why = "its rows depend on each other where their values are others"
-    assert (why in log.getvalue()) == (instep.rank == 0)
-    torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
+    assert_is_whole_at_once(model, LABELS[kind](torch.arange(8)))
 
 
 class PullsMarked(nn.Linear):
@@ -575,12 +579,7 @@ def test_rows_with_a_mark_that_none_has_yet_are_whole_from_the_first_on(
 ) -> None:
     torch.manual_seed(0)
     model = PullsMarked(mark)
-    x = torch.randn(8, 4)
-    with sharding() as log:
-        found = model(x, marks)
-    why = "its rows depend on each other where their values are others"
-    assert (why in log.getvalue()) == (instep.rank == 0)
-    torch.testing.assert_close(found, F.linear(x, model.weight, model.bias))
+    assert_is_whole_at_once(model, marks)
 
 
 class ClassLoss(nn.Linear):

@@ -37,7 +37,7 @@ C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ABSENT = object()
 _DICTS = (OrderedDict, defaultdict, dict)
 _NOTHING: dict[Any, Any] = {}
-"""What an empty dict contains: a model has ten for the hooks of each of its modules."""
+"""What an empty dict contains: each module has a dozen, for its hooks."""
 
 
 def is_table(part: nn.Module, name: str) -> bool:

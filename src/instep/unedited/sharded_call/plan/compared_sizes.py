@@ -34,8 +34,8 @@ class ComparedSizes:
     differences: frozenset[tuple[int, int, str]] = frozenset()
     """Where shards had entries of other sizes than others."""
     steps: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Of each dimension of each argument: where the shards began, if it had the rows, were
-    multiples of this."""
+    """Of each dimension of each argument: a divisor of every place where a shard began, had it been
+    the dimension of the rows."""
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of each dimension the bits of its largest size."""
 

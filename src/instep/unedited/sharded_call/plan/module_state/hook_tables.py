@@ -30,7 +30,7 @@ def hook_table_nodes(
     """The nodes of the module's tables of hooks, among these attributes, by the tables' ids; those
     of before where there is still no hook."""
     tables = {name: attributes[name] for name in HOOK_TABLES if name in attributes}
-    is_proxy = type(module) in weakref.ProxyTypes  # of which nothing can be kept weakly
+    is_proxy = type(module) in weakref.ProxyTypes  # it has no weak references
     is_kept = not (is_proxy or any(tables.values()))
     known: _EmptyTables | None = _without_hooks.get(module) if is_kept else None
     if known is not None and known.path == path and is_same(tables, known.tables):
