@@ -61,7 +61,8 @@ class GraphNode:
     """The attribute or variable that leads to it, for messages."""
     value: Any
     names: tuple[str, ...] = ()
-    """Of global variables, or of the attributes of a library's class, those that count."""
+    """Of global variables, or of the attributes of a module or a library's class, those that
+    count."""
     contents: Any = None
     state: Any = None
     """Of a generator of random numbers, so that it can go on from there."""
@@ -76,7 +77,7 @@ class GraphNode:
         """What it contains now: values by name, values in order, or a state."""
         value = self.value
         if self.names:
-            space = vars(value) if isinstance(value, type) else value
+            space = value if isinstance(value, dict) else vars(value)
             return {name: space[name] for name in self.names if name in space}
         if isinstance(value, nn.Module):
             tables = _tables_of(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,6 +17,10 @@ from instep.training.pytree import PLAIN, SEQUENCES, attributes_of, is_value
 
 SET_ENTRY = ".item "
 """In the path of an entry of a set: objects have another order there in each run."""
+_WEAK: tuple[type, ...] = (
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
 _NO_REFERENTS = (Tensor, np.ndarray, type, types.ModuleType)
 
 
@@ -79,6 +84,11 @@ def is_bound_builtin(value: Any) -> bool:
     """Whether this is a method of an object whose class is written in C, `list.append` of one."""
     is_builtin = isinstance(value, types.BuiltinMethodType)
     return is_builtin and not isinstance(value.__self__, type | types.ModuleType | None)
+
+
+def may_lead_to(value: object, target: object) -> bool:
+    """Whether this is the target, or refers weakly to something that may be it."""
+    return value is target or isinstance(value, _WEAK)
 
 
 def is_empty_cell(cell: types.CellType) -> bool:

@@ -23,6 +23,9 @@ _BY_TEXT = frozenset(
     ["globals", "vars", "getattr", "setattr", "modules", "import_module", "__dict__", "__globals__"]
 )
 """The names of what finds a variable, an attribute or a module by a text."""
+_VARIABLES_BY_TEXT = _BY_TEXT - {"getattr", "setattr"}
+_OPERATIONS = ("_GLOBAL", "_GLOBALS", "_NAME")
+"""How operations end that read or set a global variable."""
 
 
 def is_of_script(value: Any) -> bool:
@@ -47,10 +50,15 @@ def is_made(value: object) -> bool:
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
     """The functions that a class defines itself, those of its properties among them."""
     for each in list(vars(cls).values()):
-        inside = [each]
-        if isinstance(each, _AROUND_FUNCTIONS):
-            inside = [getattr(each, name, None) for name in _INSIDE]
-        yield from (function for function in inside if isinstance(function, types.FunctionType))
+        yield from functions_in(each)
+
+
+def functions_in(value: object) -> list[types.FunctionType]:
+    """The functions of an attribute of a class: itself, or those of a property, for example."""
+    inside = [value]
+    if isinstance(value, _AROUND_FUNCTIONS):
+        inside = [getattr(value, name, None) for name in _INSIDE]
+    return [function for function in inside if isinstance(function, types.FunctionType)]
 
 
 def named_spaces(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,6 +92,17 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
         texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     others = (name for names in inside for name in names)
     return tuple(dict.fromkeys([*code.co_names, *texts, *others]))
+
+
+@functools.cache
+def global_names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Those of `names_in` that may name a global variable."""
+    if not _VARIABLES_BY_TEXT.isdisjoint(names_in(code)):
+        return names_in(code)
+    inside = (global_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    operations = dis.get_instructions(code)
+    found = (each.argval for each in operations if each.opname.endswith(_OPERATIONS))
+    return tuple(dict.fromkeys([*found, *(name for names in inside for name in names)]))
 
 
 def sets_values(function: types.FunctionType) -> bool:

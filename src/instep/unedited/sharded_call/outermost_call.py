@@ -131,7 +131,7 @@ def _note_result(
         call_counts.add_sharded(call, entry.plan, group)
     else:
         call_counts.add_whole(call)
-    entry.finish(call.module)
+    entry.finish(call)
 
 
 def _find_obstacle(call: BoundCall) -> WholeReason | None:

@@ -95,6 +95,14 @@ class BoundCall:
         return [(f"argument {getattr(each, '__name__', 'partial')}", each) for each in found]
 
     @cached_property
+    def has_objects(self) -> bool:
+        """Whether a function or an object is among its arguments: more than data."""
+        return any(
+            not (isinstance(leaf, (Tensor, np.ndarray)) or is_value(leaf) or is_column(leaf))
+            for leaf in self.leaves
+        )
+
+    @cached_property
     def is_on_accelerator(self) -> bool:
         """Whether any of its arguments or the module's parameters is not on the CPU."""
         return any(not x.is_cpu for x in (*self.tensors, *nn.Module.parameters(self.module)))

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
@@ -139,15 +138,17 @@ class CacheEntry:
             self.attributes_due = attributes.due
         return has_due
 
-    def finish(self, module: nn.Module) -> None:
+    def finish(self, call: BoundCall) -> None:
         """After a call: what it has changed by itself is no change of the script's."""
         attributes = None if self.attributes is None else self.attributes()
         if attributes is None and self.plan is not None:
-            attributes = attribute_changes.begin(module)
+            attributes = attribute_changes.begin(call.module)
             self.attributes, self.attributes_due = ref(attributes), attributes.due
         if attributes is not None:
             if self.plan is not None:
                 attributes.files.watch(self.plan.files)
+            if self.hooks or call.has_objects:
+                attributes.read_any()
             attributes.skip()
 
     def _has_new_numbers(self, call: BoundCall) -> bool:

@@ -33,6 +33,7 @@ from instep.unedited.objects.namespaces import (
 from instep.unedited.objects.number_expressions import NumberChanges, NumberExpressions
 from instep.unedited.objects.script_code import is_of_script
 from instep.unedited.sharded_call.plan.module_state.object_graph import ObjectGraph
+from instep.unedited.sharded_call.plan.module_state.readable_attributes import readable_attributes
 
 MAX_TABLES = 512
 """How many containers beside the modules are looked at before each call."""
@@ -91,6 +92,9 @@ class AttributeChanges:
         """What tells calls apart that must not share a plan."""
         self.due = 0
         """How often numbers have changed in a way that calls for a comparison."""
+        self._may_read_any = False
+        """Whether something else than the module's forward may read its attributes in a call."""
+        self._first: dict[Key, Any] = {}
         self._look_anew()
         self._first = dict(self._known)
 
@@ -131,6 +135,16 @@ class AttributeChanges:
             self._ignored.add(key)
             self._changed.pop(key, None)
         self.flags = frozenset(self._changed.items())
+
+    def read_any(self) -> dict[Key, Any]:
+        """Look at the attributes, too, that the forward does not name: others may read them in a
+        call. Returns what is new."""
+        if self._may_read_any:
+            return {}
+        self._may_read_any = True
+        found = self._look_anew()
+        self._first = self._known | self._first
+        return found
 
     def skip(self) -> None:
         """After a call: take its changes for granted."""
@@ -176,7 +190,10 @@ class AttributeChanges:
         """Walk the object graph again; returns what is new in it, or different."""
         module = cast(nn.Module, self._module())
         modules = dict(module.named_modules())
-        graph = ObjectGraph(modules)
+        readable = None if self._may_read_any else readable_attributes(module)
+        graph = ObjectGraph(modules, readable=readable)
+        if readable is not None and graph.is_root_held:
+            return self.read_any()
         # In an order that is the same on all ranks: a set's depends on addresses.
         bases = dict.fromkeys(base for each in modules.values() for base in type(each).__mro__)
         classes = [base for base in bases if is_of_script(base)]

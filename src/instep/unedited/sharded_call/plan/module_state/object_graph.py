@@ -40,9 +40,10 @@ from instep.unedited.objects.graph_node import (
 from instep.unedited.objects.inner_values import WITH_INNER_VALUES
 from instep.unedited.objects.iterator_states import is_iterator
 from instep.unedited.objects.library_state import is_replaced, library_state
-from instep.unedited.objects.referents import default_arguments, is_empty_cell
+from instep.unedited.objects.referents import default_arguments, is_empty_cell, may_lead_to
 from instep.unedited.objects.script_code import (
     functions_of,
+    global_names_in,
     is_made,
     is_of_script,
     named_spaces,
@@ -76,13 +77,20 @@ class ObjectGraph:
     """
 
     def __init__(
-        self, parts: Mapping[str, nn.Module], others: Iterable[tuple[str, Any]] = ()
+        self,
+        parts: Mapping[str, nn.Module],
+        others: Iterable[tuple[str, Any]] = (),
+        readable: frozenset[str] | None = None,
     ) -> None:
+        """`readable`: the attributes of the first part that belong to it; None: all of them."""
         self.nodes: dict[Hashable, GraphNode] = {}
         self.roots: list[Hashable] = []
         """The keys of the nodes that no other leads to."""
         self.tensors: dict[int, tuple[Tensor, str, int]] = {}
         """Each tensor with its path and its version."""
+        self.is_root_held = False
+        """Whether something in it leads to the first part, or may lead there."""
+        self._root = next(iter(parts.values()), None)
         self.external: set[str] = set()
         """The paths that lead to what cannot be set back: a file, a queue, a thread..."""
         self._waiting: deque[tuple[str, Any]] = deque()
@@ -92,7 +100,7 @@ class ObjectGraph:
         self.functions: list[types.FunctionType] = []
         """The script's own, whose variables belong to it."""
         for path, part in parts.items():
-            self._visit_module(path, part)
+            self._visit_module(path, part, readable if part is self._root else None)
             self.roots.append(id(part))
         self._code.extend(map(type, parts.values()))
         for path, other in others:
@@ -153,10 +161,14 @@ class ObjectGraph:
         self.nodes[key] = node
         return node
 
-    def _visit_module(self, path: str, part: nn.Module) -> None:
+    def _visit_module(
+        self, path: str, part: nn.Module, readable: frozenset[str] | None = None
+    ) -> None:
         if id(part) in self.nodes:
             return
-        contents = self._add(id(part), GraphNode(path, part)).contents
+        contents = self._add(
+            id(part), GraphNode(path, part, tuple(sorted(readable or ())))
+        ).contents
         self.nodes.update(hook_table_nodes(path, part, contents))
         for key, value in contents.items():
             if key not in HOOK_TABLES and not isinstance(value, PLAIN):
@@ -168,6 +180,7 @@ class ObjectGraph:
         """Visit a value later, if there may be something in it."""
         if isinstance(value, PLAIN):
             return
+        self.is_root_held |= may_lead_to(value, self._root)
         if isinstance(value, Tensor):
             with DisableTorchFunctionSubclass():
                 version = -1 if value.is_inference() else value._version
@@ -246,7 +259,7 @@ class ObjectGraph:
             elif not self._look_beyond(f"variable {name}", cell.cell_contents):
                 self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
         for prefix, space in named_spaces(function):
-            names = names_in(function.__code__)
+            names = names_in(function.__code__) if prefix else global_names_in(function.__code__)
             self._look_at_globals(space, names, prefix or "global variable ")
         for prefix, where, names in library_state(function):
             self._look_at_globals(where, names, prefix, is_set=True)
@@ -290,6 +303,7 @@ class ObjectGraph:
 
     def _look_beyond(self, path: str, value: Any) -> bool:
         """Look at what a function or a module leads to; returns whether this is one, or a class."""
+        self.is_root_held |= may_lead_to(value, self._root)
         if isinstance(value, nn.Module):
             for name, buffer in value.named_buffers():
                 self._look(join(path, name), buffer)
