@@ -11,12 +11,11 @@ from torch import Tensor
 
 from instep.process.torch_private.dispatch import script_operations
 from instep.unedited.sharded_call.shards.batch_sums import (
-    Place,
     RowSums,
-    noted_lengths,
     over_all_rows,
     replaced_sums,
 )
+from instep.unedited.sharded_call.shards.reductions import Place, noted_lengths
 
 
 def twice(part: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> Non
     x = torch.ones(3)
     library: dict[str, Any] = {"__name__": "torch.nn.functional"}
     exec("def add_up(x): return x.sum()", library)
-    with noted_lengths(noted):
+    with noted_lengths(noted, {}):
         library["add_up"](x)
         thread = threading.Thread(target=lambda: x.sum())
         thread.start()
@@ -72,7 +71,7 @@ def test_a_forward_may_compile_a_function_that_adds_up() -> None:
         return torch.sum(x) + torch.mean(x)
 
     known = dict(script_operations)
-    with noted_lengths({}):
+    with noted_lengths({}, {}):
         compiled = torch.jit.script(add_up)
     assert compiled(torch.ones(3)) == 4
     assert script_operations == known
@@ -85,7 +84,7 @@ def test_what_is_as_long_as_in_the_whole_forward_has_no_rows() -> None:
 
     noted: dict[Place, set[int]] = {}
     x = torch.arange(12.0).view(4, 3)
-    with noted_lengths(noted):
+    with noted_lengths(noted, {}):
         whole = forward(x)
     lengths = {tuple(sorted(each)) for each in noted.values()}
     assert lengths == {(4,), (3,), (3, 4)}

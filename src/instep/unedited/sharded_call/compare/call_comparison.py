@@ -17,8 +17,13 @@ from instep.distributed.numbers import on_any_rank
 from instep.training.pytree import flatten, leaves_in_caches, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.other_arguments import find_dependency, holds_for_zeros
 from instep.unedited.sharded_call.compare.output_planner import OutputPlanner
+from instep.unedited.sharded_call.compare.probes.other_arguments import (
+    COUPLED,
+    find_dependency,
+    holds_for_zeros,
+)
+from instep.unedited.sharded_call.compare.probes.unused_reductions import depends_on_reductions
 from instep.unedited.sharded_call.compare.rounding import PERTURBATIONS, perturbed
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
@@ -192,6 +197,8 @@ class CallComparison:
         is_first = not (self.known_outputs or self._tolerances.is_proven)
         if is_first and (why := find_dependency(reference, plan, group)):
             raise ShardedCallError(why)
+        if is_first and depends_on_reductions(reference, plan, group):
+            raise ShardedCallError(COUPLED)
         after.restore()  # what was computed since has left traces
         return plan, joined
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instep.training.pytree import is_column
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.compare.other_arguments import detached
+from instep.unedited.sharded_call.compare.probes.other_arguments import detached
 from instep.unedited.sharded_call.compare.rounding import is_near
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.compare.whole.reference import Reference

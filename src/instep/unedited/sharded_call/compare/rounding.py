@@ -36,6 +36,8 @@ PERTURBATIONS = 3
 """How often a call's own noise is measured, and another rounding is tried."""
 NOISE_FACTOR = 10.0
 """A sharded call may be this many times as far from the whole one as that is from itself."""
+LEAST_ERROR = 1e-3
+"""Smaller differences do not count where a plan is tried with values that are not the script's."""
 MAX_ERROR = 1e-2
 """Larger differences of outputs and buffers do not count as rounding."""
 MAX_GRADIENT_ERROR = 1e-1
@@ -313,3 +315,9 @@ class VectorJacobianProducts:
                 accumulate_grad=False,
             )
         return [None if grad is None else grad.to_dense() for grad in found]
+
+
+def finite_error(actual: Tensor, whole: Tensor) -> float | None:
+    """How far the elements are off that are finite in both; None if there are none."""
+    finite = actual.isfinite() & whole.isfinite()
+    return relative_error(actual[finite], whole[finite]) if finite.any() else None

@@ -7,112 +7,25 @@ more with sums that go over all ranks; for a loss of torch.nn.functional they al
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
-from instep.process.patching import Function, replaced
-from instep.process.torch_private.dispatch import script_operations
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.shards.node_names import named_as_mean
+from instep.unedited.sharded_call.shards.reductions import (
+    SUMS,
+    Answer,
+    Place,
+    ReductionCall,
+    replaced_reductions,
+)
 
-Place = tuple[str, int, int]
-"""Where a sum stands: the file, the first line of its function, and the instruction."""
-
-
-@dataclass(frozen=True)
-class _SumCall:
-    """A call of a sum or a mean of a tensor."""
-
-    place: Place
-    original: Function
-    tensor: Tensor
-    args: tuple[Any, ...]
-    """Beside the tensor."""
-    kwargs: dict[str, Any]
-
-    def run(self) -> Any:
-        """Compute it as without instep."""
-        return self.original(self.tensor, *self.args, **self.kwargs)
-
-    def is_over_first_dim(self) -> bool:
-        """Whether it goes over the first dimension of the tensor."""
-        if "out" in self.kwargs or not self.tensor.dim():
-            return False
-        dims = self.args[0] if self.args else self.kwargs.get("dim", self.kwargs.get("axis"))
-        if dims is None or dims == ():
-            return True
-        places = (dims,) if isinstance(dims, int) else dims
-        dim = self.tensor.dim()
-        return isinstance(places, tuple | list) and 0 in [place % dim for place in places]
-
-
-Answer = Callable[[_SumCall], Any]
-"""What is called in place of a sum or a mean."""
-
-_PLACES = tuple((owner, name) for owner in (torch, Tensor) for name in ("sum", "mean"))
 _HALF = (torch.float16, torch.bfloat16)
-_LIBRARIES = frozenset(("torch", "instep"))
-
-
-@contextmanager
-def replaced_sums(answer: Answer) -> Iterator[None]:
-    """Inside, on this thread, `answer` gets the sums and means of functions that are neither
-    torch's own nor instep's."""
-    thread = threading.get_ident()
-    functions = [
-        (owner, name, _replacement(getattr(owner, name), answer, thread)) for owner, name in _PLACES
-    ]
-    operations = {
-        id(function): operation
-        for owner, name, function in functions
-        if (operation := script_operations.get(id(getattr(owner, name)))) is not None
-    }
-    script_operations.update(operations)  # the script may compile a function in its forward
-    try:
-        with replaced(*functions):
-            yield
-    finally:
-        for key in operations:
-            script_operations.pop(key, None)
-
-
-def _replacement(original: Function, answer: Answer, thread: int) -> Function:
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        caller = frame.f_globals.get("__name__", "").partition(".")[0]
-        tensor, *others = args or (None,)
-        if (
-            not isinstance(tensor, Tensor)
-            or caller in _LIBRARIES
-            or threading.get_ident() != thread
-        ):
-            return original(*args, **kwargs)
-        place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
-        return answer(_SumCall(place, original, tensor, tuple(others), kwargs))
-
-    return replacement
-
-
-def noted_lengths(found: dict[Place, set[int]]) -> AbstractContextManager[None]:
-    """Inside, `found` gets the lengths of the first dimension of all tensors of which a whole
-    forward computes a sum or mean over this dimension, by place."""
-
-    def answer(call: _SumCall) -> Any:
-        if call.is_over_first_dim():
-            found.setdefault(call.place, set()).add(len(call.tensor))
-        return call.run()
-
-    return replaced_sums(answer)
 
 
 class RowSums:
@@ -165,11 +78,11 @@ class RowSums:
 def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answer:
     """Sums and means over the rows of all ranks, if `add_up` gives the sum over ranks."""
 
-    def answer(call: _SumCall) -> Any:
+    def answer(call: ReductionCall) -> Any:
         tensor = call.tensor
         if not (call.is_over_first_dim() and row_sums.has_rows(call.place, tensor)):
             return call.run()
-        if call.original.__name__ == "sum":
+        if call.name == "sum":
             return add_up(call.run())
         exact = tensor.float() if tensor.dtype in _HALF else tensor  # a sum may be too large
         sums = exact.sum(*call.args, **call.kwargs)
@@ -179,3 +92,9 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answ
         return named_as_mean(mean.to(call.kwargs.get("dtype") or tensor.dtype), sums)
 
     return answer
+
+
+def replaced_sums(answer: Answer) -> AbstractContextManager[None]:
+    """Inside, on this thread, `answer` gets the sums and means of functions that are neither
+    torch's own nor instep's."""
+    return replaced_reductions(answer, SUMS)

@@ -28,7 +28,7 @@ from instep.unedited.sharded_call.run.argument_writes import (
     attribute_value,
     has_only_tensors,
 )
-from instep.unedited.sharded_call.shards.batch_sums import Place, noted_lengths
+from instep.unedited.sharded_call.shards.reductions import Place, noted_lengths
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
@@ -43,12 +43,14 @@ class WholeForward:
         required = _require_gradients(call)
         self.sum_lengths: dict[Place, set[int]] = {}
         """Of the tensors of which it computes sums and means, by functions that are no losses."""
+        self.reduction_lengths: dict[Place, set[int]] = {}
+        """Of those of which it computes other reductions: the largest value, a norm."""
         compiles = is_compiled(call.parts)
-        noted = nullcontext() if compiles else noted_lengths(self.sum_lengths)
+        noted = noted_lengths(self.sum_lengths, self.reduction_lengths)
         outside = nullcontext() if compiles else watched_outside_calls(call.parts)
         self.start = next_sequence_number()
         """The number of its first autograd node."""
-        with observed() as effects, noted, outside as calls:
+        with observed() as effects, nullcontext() if compiles else noted, outside as calls:
             self.value = call.run_whole()
             """What the script gets."""
         self.files = tuple(effects.files_read)

@@ -18,12 +18,13 @@ from instep.training.pytree import flatten, is_column, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.rounding import (
+    LEAST_ERROR,
     NOISE_FACTOR,
     PERTURBATIONS,
+    finite_error,
     is_near,
     output_tolerance,
     perturbed,
-    relative_error,
 )
 from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -41,11 +42,9 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 _FACTORS = ((8.0, -8.0), (8.0, 0.125))
 """By which floats of one row after the other are multiplied; the second where the first ones prove
 nothing."""
-_LEAST_ERROR = 1e-3
-"""Smaller differences for arguments that are not the script's do not count."""
 
 _SHAPES = "the shape of what it returns depends on the values in its rows"
-_COUPLED = "its rows depend on each other where their values are others"
+COUPLED = "its rows depend on each other where their values are others"
 
 Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
 """Where a tensor of this shape, whose rows are in this dimension, keeps its elements."""
@@ -120,8 +119,8 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
         return found
     for of_labels, numbers in ((_with_one_label, (0, -1)), (_with_all_labels, (0, 1))):
         others = (of_labels(call, dims, number) for number in numbers)
-        if _find_difference(reference, plan, group, others) == _COUPLED:
-            return _COUPLED
+        if _find_difference(reference, plan, group, others) == COUPLED:
+            return COUPLED
     return ""
 
 
@@ -131,7 +130,7 @@ def _find_difference(
     """As `find_dependency`, for the first of these calls; the next one confirms that rows depend on
     each other. None where it proves nothing. Collective."""
     found = _try_other(next(others), reference, plan, group)
-    if found == _COUPLED:
+    if found == COUPLED:
         found = _try_other(next(others), reference, plan, group) or ""
     return found
 
@@ -152,7 +151,7 @@ def _try_other(
             return None
     if on_any_rank(found == _SHAPES, group.transport):
         return _SHAPES
-    return _COUPLED if on_any_rank(found == _COUPLED, group.transport) else ""
+    return COUPLED if on_any_rank(found == COUPLED, group.transport) else ""
 
 
 def _probe(
@@ -185,22 +184,22 @@ def _probe(
     errors = {}
     for k, parts, how, whole in outputs:
         joined = as_plain(join_output(detached(parts), how, region))
-        if whole.is_floating_point() and (error := _finite_error(joined, whole)) is not None:
+        if whole.is_floating_point() and (error := finite_error(joined, whole)) is not None:
             errors[k] = error
     if not errors:
         return None
     far = {
         k: error
         for k, error in errors.items()
-        if error > max(_LEAST_ERROR, 10 * output_tolerance(wholes[k]))
+        if error > max(LEAST_ERROR, 10 * output_tolerance(wholes[k]))
     }
     for seed in range(PERTURBATIONS if far else 0):
         reference.before.restore()
         with perturbed(call.module, seed):
             again = leaves_of(run_whole(call))
-        noises = {k: _finite_error(again[k], wholes[k]) or 0.0 for k in far}
+        noises = {k: finite_error(again[k], wholes[k]) or 0.0 for k in far}
         far = {k: error for k, error in far.items() if error > NOISE_FACTOR * noises[k]}
-    return _COUPLED if far else ""
+    return COUPLED if far else ""
 
 
 def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:
@@ -211,12 +210,6 @@ def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:
     return len(shape) == len(others) and (
         shape.pop(how.dim) * block.total == others.pop(how.dim) * block.count and shape == others
     )
-
-
-def _finite_error(actual: Tensor, whole: Tensor) -> float | None:
-    """How far the elements are off that are finite in both; None if there are none."""
-    finite = actual.isfinite() & whole.isfinite()
-    return relative_error(actual[finite], whole[finite]) if finite.any() else None
 
 
 def _with_other_values(

@@ -1,0 +1,79 @@
+"""Reductions over the rows that make no difference before the weights have grown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call import modules
+from pool import ranks
+from sharded_training import sharding
+
+Function = Callable[[Tensor], Tensor]
+
+WHOLE: dict[str, Function] = {
+    "max": lambda x: x * (80 / x.norm(dim=1).max()).clamp(max=1),
+    "amax": lambda x: x * (80 / torch.amax(x.norm(dim=1))).clamp(max=1),
+    "std": lambda x: x * (40 / x.std()).clamp(max=1),
+    "norm": lambda x: x * (400 / x.norm()).clamp(max=1),
+    "linalg.norm": lambda x: x * (400 / torch.linalg.norm(x)).clamp(max=1),
+    "topk": lambda x: x * (80 / x.norm(dim=1).topk(2).values.mean()).clamp(max=1),
+    "sort": lambda x: x * (80 / x.norm(dim=1).sort().values[-1]).clamp(max=1),
+    "quantile": lambda x: x * (40 / x.abs().quantile(0.9)).clamp(max=1),
+    "a small min": lambda x: (
+        x * x.norm(dim=1).min().clamp(1e-3, 1e-3) * 1e3 + torch.relu(x.norm(dim=1).min() - 60)
+    ),
+}
+DIVIDED: dict[str, Function] = {
+    "a root of a mean": lambda x: x * (40 / x.square().mean().sqrt()).clamp(max=1),
+    "a condition": lambda x: torch.where(x.abs().mean() > 40, x / x.abs().mean(), x),
+    "a mean of rows": lambda x: x * (20 / x.mean(0).norm()).clamp(max=1),
+    "a hinge": lambda x: x * (1 + (x.abs().mean() - 40).relu()),
+    "a shift": lambda x: (x - x.max()).softmax(1),
+    "rows of their own": lambda x: x / x.amax(1, keepdim=True) + x.std(1, keepdim=True),
+}
+
+
+class Limited(nn.Module):
+    """A layer, whose outputs a function limits."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 16), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+def _train(function: Function) -> None:
+    """Each output is that of the whole batch, before the weights have grown and afterwards."""
+    torch.manual_seed(0)
+    module = Limited(function).double()
+    for step in range(6):
+        x = torch.randn(16, 6).double() * torch.linspace(0.5, 2, 16).double()[:, None]
+        if step == 3:
+            with torch.no_grad():
+                module.layer.weight *= 160
+        output = module(x)
+        output.sum().backward()
+        expected = function(nn.functional.linear(x, module.layer.weight, module.layer.bias))
+        torch.testing.assert_close(output, expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_reduction_that_makes_a_difference_later_is_over_the_whole_batch(name: str) -> None:
+    with sharding():
+        _train(WHOLE[name])
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_sums_over_all_ranks_and_what_never_makes_a_difference_stay_divided(name: str) -> None:
+    with sharding():
+        _train(DIVIDED[name])
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (6, 0)
