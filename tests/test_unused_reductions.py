@@ -23,6 +23,8 @@ WHOLE: dict[str, Function] = {
     "topk": lambda x: x * (80 / x.norm(dim=1).topk(2).values.mean()).clamp(max=1),
     "sort": lambda x: x * (80 / x.norm(dim=1).sort().values[-1]).clamp(max=1),
     "quantile": lambda x: x * (40 / x.abs().quantile(0.9)).clamp(max=1),
+    "any": lambda x: torch.where((x.abs() > 60).any(), x - x.mean(0), x),
+    "all": lambda x: x + x.mean(0) * ~torch.all(x.abs() < 60),
     "a small min": lambda x: (
         x * x.norm(dim=1).min().clamp(1e-3, 1e-3) * 1e3 + torch.relu(x.norm(dim=1).min() - 60)
     ),

@@ -35,13 +35,14 @@ class _Dims(NamedTuple):
 
 _DIMS = {
     **dict.fromkeys(("sum", "mean", "prod", "max", "min", "amax", "amin"), _Dims(0, None)),
-    **dict.fromkeys(("std", "var", "median", "logsumexp", "cumsum"), _Dims(0, None)),
+    **dict.fromkeys(("std", "var", "median", "logsumexp", "cumsum", "any", "all"), _Dims(0, None)),
     **dict.fromkeys(("norm", "vector_norm", "quantile"), _Dims(1, None)),
     **dict.fromkeys(("topk", "kthvalue"), _Dims(1, -1)),
     "sort": _Dims(0, -1),
 }
 SUMS = ("sum", "mean")
-OTHER_REDUCTIONS = tuple(name for name in _DIMS if name not in SUMS)
+CONDITIONS = ("any", "all")
+OTHER_REDUCTIONS = tuple(name for name in _DIMS if name not in (*SUMS, *CONDITIONS))
 _OWNERS = (torch, Tensor, torch.linalg)
 _LIBRARIES = frozenset(("torch", "instep"))
 
@@ -138,4 +139,4 @@ def noted_lengths(
             found.setdefault(call.place, set()).add(len(call.tensor))
         return call.run()
 
-    return replaced_reductions(answer, (*SUMS, *OTHER_REDUCTIONS))
+    return replaced_reductions(answer, _DIMS)

@@ -2,7 +2,8 @@
 
 `x * (4 / x.norm()).clamp(max=1)` is `x` as long as the norm of the batch is small, so a part of the
 batch is that of the whole one, until the weights have grown. So a forward on a part of the batch is
-made once more with its reductions over rows multiplied: what it returns must not change.
+made once more with its reductions over rows multiplied, and truth values the other way round: what
+it returns must not change.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from instep.unedited.sharded_call.plan.module_state.module_properties import is_
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.shards.reductions import (
+    CONDITIONS,
     OTHER_REDUCTIONS,
     SUMS,
     Place,
@@ -53,7 +55,8 @@ def depends_on_reductions(reference: Reference, plan: ShardingPlan, group: Shard
     """
     forward = reference.forward
     has_own_sums = plan.sums_without_rows is None and not plan.has_reductions
-    probes = [_Probe(OTHER_REDUCTIONS, forward.reduction_lengths)]
+    lengths = forward.reduction_lengths
+    probes = [_Probe(OTHER_REDUCTIONS, lengths), _Probe(CONDITIONS, lengths)]
     probes += [_Probe(SUMS, forward.sum_lengths)] if has_own_sums else []
     if is_compiled(reference.call.parts):
         return False
@@ -124,6 +127,8 @@ class _Scaling:
         return tree_map_only(Tensor, self._scaled, call.run())
 
     def _scaled(self, result: Tensor) -> Tensor:
+        if result.dtype is torch.bool and self._factor != 1:
+            return ~result
         return result * self._factor if result.is_floating_point() else result
 
 
