@@ -42,6 +42,7 @@ LARGE = {
     "outputs_just_large_enough": 13 * 3 * 8,  # of 13 rows, but not of 12
     "losses_of_large_outputs": 0,
     "losses_of_large_outputs_one_by_one": 0,
+    "losses_of_large_outputs_that_broadcast": 0,
     "losses_of_two_large_outputs": 0,
 }
 """Bytes from which on an output of these trainings counts as large."""

@@ -1783,6 +1783,21 @@ def losses_of_two_large_outputs(log: Log) -> None:
     train(log, model, step, other, lr=1e-2)
 
 
+@sharded
+def losses_of_large_outputs_that_broadcast(log: Log) -> None:
+    """As many rows as columns: numbers that PyTorch broadcasts along the columns are not rows."""
+    model, other = mlp(), mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        column = torch.tensor([0.5, 1.0, -1.5]).to(x)
+        hinge = F.hinge_embedding_loss(model(x), column.sign())
+        normal = F.gaussian_nll_loss(model(x), column, x.new_ones(len(x)), reduction="sum")
+        pairs = F.poisson_nll_loss(model(x).view(-1, 1, 3), other(x))
+        return hinge + normal + pairs + F.poisson_nll_loss(model(x), column)
+
+    train(log, model, step, other, rows=3, lr=1e-2)
+
+
 # -------------------------------------------------------------------------------- draws
 
 

@@ -123,17 +123,21 @@ class _LossCall:
         return _own_call(self._original, changed_arguments)
 
     def local_arguments(self, output: ShardedOutput) -> dict[str, Any] | None:
-        """The arguments with this rank's rows only; None where they are not all a batch's."""
+        """The arguments with this rank's rows only; None where they are not all a batch's, or where
+        PyTorch would broadcast dimension 0 of one along another dimension of the others."""
         local: dict[str, Any] = {}
+        one_per_row = _ONE_PER_ROW_ARGUMENTS.get(self._original.__name__)
         for name, value in self.arguments.items():
-            if isinstance(value, ShardedOutput):
-                if not value.is_aligned_with(output):
-                    return None
-                local[name] = value.local
-            elif not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 local[name] = value
             elif name in _PER_CLASS and value.dim() < output.dim():
                 local[name] = value  # also where there are as many classes as rows
+            elif value.dim() != output.dim() and name != one_per_row:
+                return None
+            elif isinstance(value, ShardedOutput):
+                if not value.is_aligned_with(output):
+                    return None
+                local[name] = value.local
             elif value.dim() and value.shape[0] == output.shape[0]:
                 (local[name],) = scatter_to_region(value, [output.block], 0, output.group)
             else:
@@ -156,6 +160,14 @@ class _LossCall:
 
 _PER_CLASS = ("weight", "pos_weight")
 """Arguments that may be one number for each class."""
+
+_ONE_PER_ROW_ARGUMENTS = {
+    **dict.fromkeys(("cross_entropy", "nll_loss", "multi_margin_loss"), "target"),
+    "cosine_embedding_loss": "target",
+    "gaussian_nll_loss": "var",
+}
+"""The argument of each loss that may lack a dimension of the others and begins with the rows all
+the same; any other with less dimensions is broadcast from the last one on."""
 
 _ONE_PER_ROW = ("triplet_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss")
 """Losses with one number for each row of tensors of one shape; others have one per element."""
