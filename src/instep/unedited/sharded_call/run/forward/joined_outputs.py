@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from instep.training.pytree import leaves_of
+from instep.unedited.objects.script_code import script_files
+from instep.unedited.objects.syntax_trees import compares_types
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import Unset
@@ -70,4 +73,12 @@ def _is_large(local: Tensor, region: Region) -> bool:
     """By the size of the whole output: all ranks decide alike, whatever their shares."""
     block = region.blocks[0]
     whole = local.numel() // block.count * block.total
-    return whole * local.element_size() >= sharded_output.LARGE
+    is_large = whole * local.element_size() >= sharded_output.LARGE
+    return is_large and not _script_compares_types()
+
+
+@functools.cache
+def _script_compares_types() -> bool:
+    """Whether the script asks for exact types, which tell a tensor of a class of instep's from
+    others. Looked at once, since all ranks have to decide alike."""
+    return any(map(compares_types, script_files()))
