@@ -17,6 +17,7 @@ import torch
 
 from instep.check.script import Script
 from instep.launch.worker.training_loops import TrainingLoops
+from instep.unedited.errors import as_in_code
 from pool import forkserver
 
 pytestmark = pytest.mark.slow
@@ -521,13 +522,40 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
     place(folder, MODULE_LEVEL.replace("16", "6"))
     assert run(folder) == 1
     said = (folder / "errors.txt").read_text()
-    assert "model._modules['0']._parameters['" in said
-    assert re.search(r"has the shape \[6.* now, and had \[16", said)
+    assert re.search(r": model\[0\]\.weight has the shape \[6, 6\] now, and had \[16, 6\]", said)
     place(folder, MODULE_LEVEL.replace("optimizer =", "model.double()\noptimizer =", 1))
     assert run(folder) == 1
     assert "is of torch.float64 now, and was of torch.float32" in (
         (folder / "errors.txt").read_text()
     )
+
+
+def test_a_checkpoint_of_a_script_that_had_another_module_is_refused(tmp_path) -> None:
+    folder = tmp_path / "other"
+    place(
+        folder, f"import turns\n{MODULE_LEVEL}".replace("total = 0\n", "total = turns.n = epoch\n")
+    )
+    (folder / "turns.py").write_text("n = 0\n")
+    assert run(folder) == 0
+    place(folder, MODULE_LEVEL)
+    assert run(folder) == 1
+    said = (folder / "errors.txt").read_text()
+    assert "the function or module turns is another object now, or none. Run the script as" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "written"),
+    [
+        ("model._modules['0']._parameters['weight']", "model[0].weight"),
+        (
+            "main: net._modules['fc']._modules['a b']._buffers['n'].x['k']",
+            "main: net.fc['a b'].n.x['k']",
+        ),
+        ("""old["_modules['0']"]._modules["it's"]""", """old["_modules['0']"]["it's"]"""),
+    ],
+)
+def test_parts_of_modules_are_named_as_scripts_write_them(path, written) -> None:
+    assert as_in_code(path) == written
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 from instep.errors import LaunchError, TrainingError
+
+_PART = re.compile(r"""\._(?:modules|parameters|buffers)\[(['"])(.*?)\1\]""")
+"""A part, a parameter or a buffer of a module, where torch keeps it."""
+
+
+def as_in_code(path: str) -> str:
+    """A path of variables, attributes and entries, with parts of modules as scripts write them.
+
+    `model._modules['0']._parameters['weight']` is `model[0].weight`.
+    """
+    return _PART.sub(lambda found: _part_in_code(found[2]), path)
+
+
+def _part_in_code(name: str) -> str:
+    if name.isdigit():
+        return f"[{name}]"
+    return f".{name}" if name.isidentifier() else f"[{name!r}]"
 
 
 class UneditedError(LaunchError):
@@ -55,7 +74,8 @@ class CannotSaveScriptError(UneditedError):
     def of_variable(cls, path: str, value: object, why: str) -> CannotSaveScriptError:
         """A variable, or what it leads to, that cannot be saved."""
         return cls(
-            f"this script cannot be saved by --checkpoint: {path} ({type(value).__name__}) {why}. "
+            f"this script cannot be saved by --checkpoint: {as_in_code(path)} "
+            f"({type(value).__name__}) {why}. "
             "Let the script save itself with instep.Checkpoint or torch.save, and run it without "
             "--checkpoint."
         )

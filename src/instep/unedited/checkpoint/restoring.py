@@ -17,7 +17,7 @@ from instep.distributed.identity import torch_devices
 from instep.unedited.checkpoint.encoding import NEW, find_named
 from instep.unedited.checkpoint.kinds import Kind, form_of, kind_of
 from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
-from instep.unedited.errors import CannotSaveScriptError
+from instep.unedited.errors import CannotSaveScriptError, as_in_code
 
 _LAST = (Kind.LOADER, Kind.GENERATOR)
 """Kinds that are restored after all others, in this order: loaders draw when workers start."""
@@ -261,6 +261,6 @@ def _bind(scope: VariableScope, values: Mapping[str, Any], deleted: list[str]) -
 
 def _other(path: str, what: str = "is another object now, or none") -> CannotSaveScriptError:
     return CannotSaveScriptError(
-        f"the checkpoint does not fit this script: {path} {what}. Run the script as it was when "
-        f"the checkpoint was written, or name an empty folder. {RESUMES_BY_ITSELF}"
+        f"the checkpoint does not fit this script: {as_in_code(path)} {what}. Run the script as "
+        f"it was when the checkpoint was written, or name an empty folder. {RESUMES_BY_ITSELF}"
     )
