@@ -387,6 +387,54 @@ def test_a_forward_that_begins_to_make_a_parameter_anew_is_an_error():
         trained(RenewedLater(4, 4), lambda _: 0, 8)
 
 
+class NormalizesLater(nn.Module):
+    """Begins to do something else while it normalises; no line or branch tells that it will."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.bias = nn.BatchNorm1d(4), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.acts, self.calls = (torch.clone, self.begun), 0
+
+    def forward(self, x):
+        self.calls += 1
+        act = self.acts[int(format(self.calls, "d")) // 6 % 2]
+        return self.norm(act(x)) + self.bias
+
+
+class DrawsLater(NormalizesLater):
+    @staticmethod
+    def begun(x):
+        return x * (1 + torch.rand_like(x))
+
+
+class TrainsLater(NormalizesLater):
+    def begun(self, x):
+        return x * self.bias.requires_grad_()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            DrawsLater,
+            "DrawsLater began to draw random numbers in its forward, which it did not before, and "
+            "has changed its buffers meanwhile. Run this script with --plain, or let it draw from",
+        ),
+        (
+            TrainsLater,
+            "TrainsLater began to train its parameter bias in its forward, and has changed its "
+            "buffers meanwhile. Run this script with --plain, or set requires_grad before the call",
+        ),
+    ],
+)
+def test_a_forward_that_has_changed_buffers_is_not_run_again(kind, message):
+    model = kind()
+    with sharding(), pytest.raises(ShardedCallError, match=message):
+        trained(model, lambda _: 0, 8)
+    assert modules.call_counts.sharded > 0
+
+
 @ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_forward_changes_is_as_in_one_process(case):

@@ -6,11 +6,12 @@ import copy
 import gc
 import io
 import os
+import resource
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,22 @@ def test_memory_that_is_not_to_be_had_is_an_error_on_all_ranks() -> None:
         if instep.rank == 1:
             patch.setattr(memory_handover, "CREDENTIALS", _OfAnother)
         with pytest.raises(SharedMemoryError, match="another process" if instep.rank else "could"):
+            get_transport().open_memory(PAGE)
+    os.close(get_transport().open_memory(PAGE))  # the group goes on
+
+
+@ranks(2)
+def test_memory_that_a_rank_may_open_no_file_for_is_an_error_on_all_ranks() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as at_the_end:
+        if instep.rank == 1:  # one file more: the socket by which the memory comes
+            highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+            while (last := os.dup(0)) <= highest:
+                at_the_end.callback(os.close, last)
+            os.close(last)
+            at_the_end.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
+        with pytest.raises(SharedMemoryError, match="not arrive" if instep.rank else "could"):
             get_transport().open_memory(PAGE)
     os.close(get_transport().open_memory(PAGE))  # the group goes on
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 from instep.process.procfs import ProcessHandle, process_address
 
@@ -39,3 +40,28 @@ def test_nobody_is_watched_any_more_after_the_end():
     watch.close()
     watch.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+REPLACES = """
+import os
+from instep.process.procfs import replace_environ
+started = open("/proc/self/environ", "rb").read()
+try:
+    replace_environ({"A": "y" * len(started)})
+except ValueError as error:
+    print(str(error).replace(str(len(started)), "all"))
+assert open("/proc/self/environ", "rb").read() == started and os.environ["A"] == "x"
+replace_environ({"A": "z"})
+print(open("/proc/self/environ", "rb").read().strip(bytes(1)), dict(os.environ))
+"""
+
+
+def test_an_environment_is_replaced_where_there_is_room_for_the_new_one():
+    environ = {"A": "x", "PYTHONPATH": os.pathsep.join(sys.path), "ROOM": "." * 100}
+    command = (sys.executable, "-c", REPLACES)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    refused, replaced = done.stdout.splitlines()
+    size = sum(len(f"{name}={value}") + 1 for name, value in environ.items())
+    assert refused == f"{size + 3} bytes of variables, and room for all"
+    assert replaced == "b'A=z' {'A': 'z'}"

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -1222,8 +1223,23 @@ with put_back(Path("copies")) as start:  # the kernel has one such filter for a 
     start(["touch", "made"])
 """
 
+
+def test_on_another_machine_than_those_whose_calls_are_known_nothing_runs(tmp_path):
+    """As programs for 32 bits see this one."""
+    text = f"import ctypes; ctypes.CDLL(None).personality({PER_LINUX32}){NESTED}"
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    told = done.stderr.splitlines()[-1]
+    assert re.search(r"changes \(\[Errno 38\] not on a machine of the kind (i686|armv8l)\)", told)
+    assert not (tmp_path / "made").exists()
+
+
+PER_LINUX32 = 8
+
 RESUMES = """
 import os
+import re
 import torch
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
