@@ -62,6 +62,32 @@ def test_what_is_typed_reaches_every_rank(tmp_path):
     assert place.views("n2") == [seen, seen]
 
 
+ASKS_IN_A_THREAD = """
+    import threading
+    from view import view
+
+    def ask():
+        try:
+            seen.append(input("name? "))
+        except EOFError as error:
+            seen.append(str(error))
+
+    seen = []
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    view(seen)
+"""
+
+
+@pytest.mark.launch
+def test_what_a_thread_asks_for_reaches_rank_0_alone(tmp_path):
+    place = Place(tmp_path)
+    done = at_a_terminal(place, "n2", *RUN, "2", place.script(ASKS_IN_A_THREAD))
+    assert (done.returncode, done.stdout) == (0, "name? "), done.stderr
+    assert place.views("n2") == [["Ada"], ["EOF when reading a line"]]
+
+
 MUTED = """
 import sys
 from instep.unedited.std_streams import StdStreams, Terminal
