@@ -41,6 +41,7 @@ from instep.verify.compare import (
 from instep.verify.divergence import FLOAT32, FLOAT64, HALF, Divergence, find_divergence
 from instep.verify.files import file_copies
 from instep.verify.files.restored import put_back
+from instep.verify.recording import changes
 from instep.verify.recording.fingerprints import fingerprint, hash_rows
 from instep.verify.recording.module_calls import ModuleCallRecorder, find_module_calls
 from instep.verify.recording.recorder import Recorder
@@ -634,7 +635,9 @@ def test_tolerance_follows_the_dtype():
     assert choose_tolerance(made.run(1, parameters=mixed)) == FLOAT32
     half = mixed | {"scale": torch.ones(2, dtype=torch.bfloat16)}
     assert choose_tolerance(made.run(1, parameters=half)) == HALF
-    computed = made.run(1, lambda r, k, s: {"half_precision": k == 2}, parameters=wide)
+    computed = made.run(
+        1, lambda r, k, s: {"half_precision": "bfloat16" * (k == 2)}, parameters=wide
+    )
     assert choose_tolerance(computed) == HALF
 
 
@@ -942,6 +945,35 @@ def test_adam_with_a_bias_before_batch_norm_is_not_different(solo, tmp_path):
     assert report.verdict is Verdict.NOISE
     assert report.max_difference.gradient < FLOAT32.gradient
     assert report.max_difference.moved > FLOAT32.run
+
+
+IN_HALF = (*CHAOTIC, "--half")
+
+
+def test_adam_makes_steps_of_what_is_rounded_to_half_precision(solo, tmp_path):
+    """A batch in another order has the same products of bfloat16, and shows none of this."""
+    runs = solo(*IN_HALF)
+    assert (runs.noise_by, runs.oracle.half_precision) == (PERTURBED, "bfloat16")
+    report = judged(2, IN_HALF, runs, tmp_path)
+    assert report.verdict is Verdict.NOISE
+    assert report.noise.moved > 0.02
+
+
+@pytest.mark.parametrize("sabotage", ["never_reduced", *at_night("summed", "sum")])
+def test_half_precision_does_not_excuse_a_wrong_gradient(sabotage, solo, tmp_path):
+    alone = solo(*IN_HALF, *({sabotage} & {"sum"}))
+    assert judged(2, (*IN_HALF, sabotage), alone, tmp_path).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.05), ("float16", 0.05), ("", 0.0)])
+def test_parameters_are_changed_so_that_some_round_otherwise(dtype, share):
+    before = torch.randn(10000, generator=torch.Generator().manual_seed(1))
+    after = before.clone()
+    changes.perturb([after], 1, dtype)
+    assert 0.0 < ((after - before) / before).abs().mean() < torch.finfo(torch.bfloat16).eps / 10
+    half = getattr(torch, dtype or "bfloat16")
+    found = (after.to(half) != before.to(half)).double().mean()
+    assert found == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.nightly

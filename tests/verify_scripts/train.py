@@ -54,6 +54,7 @@ def main():
     parser.add_argument("spoilt", nargs="*")
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--half", action="store_true")
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
     spoilt = set(args.spoilt)
@@ -83,7 +84,8 @@ def main():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
     for _ in range(args.epochs):
         for x, y in loader:
-            loss = loss_of(model(x), y, spoilt)
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.half):
+                loss = loss_of(model(x), y, spoilt)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -167,11 +167,12 @@ def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRan
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
     keep = tuple(single.again.gradients)
+    half = single.oracle.half_precision
     runs = [
         runner.run(
             f"rounding {k}",
             1,
-            RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states, rounding=k),
+            RunPlan(keep[-1] + 1, keep, pin=single.states, rounding=k, half_precision=half),
             progress.ROUNDING,
         )
         for k in range(1, ROUNDING_RUNS + 1)
@@ -201,13 +202,17 @@ def _noise(
     plan: RunPlan,
     usable: Callable[[RunRecord, RunRecord], bool],
 ) -> tuple[RunRecord, str]:
-    """A run with reversed batches or, if these change nothing, with perturbed parameters."""
-    end = oracle.ranks[0].end
-    if end is not None and end.indices:
+    """A run with reversed batches or, if these change nothing, with perturbed parameters.
+
+    In another order sums of float32 differ, but hardly what is rounded to half precision.
+    """
+    end, half = oracle.ranks[0].end, oracle.half_precision
+    if end is not None and end.indices and not half:
         backwards = runner.run(REVERSED, 1, replace(plan, reverse=True), progress.NOISE)
         if usable(again, backwards):
             return backwards, REVERSED
-    return runner.run(PERTURBED, 1, replace(plan, rounding=1), progress.NOISE), PERTURBED
+    perturbed = replace(plan, rounding=1, half_precision=half)
+    return runner.run(PERTURBED, 1, perturbed, progress.NOISE), PERTURBED
 
 
 class InstepRunStarter:

@@ -145,8 +145,7 @@ def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tole
 def choose_tolerance(oracle: RunRecord) -> Tolerance:
     """The tolerance for the least precise dtype of parameters and computation."""
     kinds = {tensor.dtype for tensor in oracle.parameters.values()}
-    computed_in_half = any(step.half_precision for step in oracle.ranks[0].steps)
-    if computed_in_half or kinds & {torch.float16, torch.bfloat16}:
+    if oracle.half_precision or kinds & {torch.float16, torch.bfloat16}:
         return HALF
     return FLOAT64 if kinds and kinds <= {torch.float64, torch.complex128} else FLOAT32
 

@@ -20,6 +20,8 @@ from instep.training.optimizer_shards.sharded_step import DividedState
 from instep.training.random_streams import SeededIndex
 from instep.verify.recording.records import read_tensors
 
+_SOME_ROUND_OTHERWISE = 1 / 32
+"""Of a rounding unit: about one number in twenty is rounded to another one."""
 _REMEMBERED = 256
 """Number of index lists of DataLoaders that are kept."""
 
@@ -88,16 +90,23 @@ def _on_devices_of(current: dict[str, Any], state: dict[str, Any], device: torch
     return {key: place(key, value) for key, value in state.items()}
 
 
-def perturb(parameters: Iterable[Tensor], seed: int) -> None:
-    """Change each number by about one rounding error of its dtype, equally in every run."""
+def perturb(parameters: Iterable[Tensor], seed: int, half_precision: str = "") -> None:
+    """Change each number by about one rounding error of its dtype, equally in every run.
+
+    Where they are rounded to a dtype of half precision before they are used, that would change
+    nothing: they change by so much that some of them round otherwise, as some of what several ranks
+    compute from sums in another order does.
+    """
     generator = torch.Generator().manual_seed(seed)
+    half: torch.dtype | None = getattr(torch, half_precision) if half_precision else None
+    least = _SOME_ROUND_OTHERWISE * torch.finfo(half).eps if half else 0.0
     with torch.no_grad():
         for tensor in parameters:
             numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             noise = torch.randn(
                 numbers.shape, generator=generator, dtype=torch.float64, device="cpu"
             )
-            factor = 1 + noise * torch.finfo(numbers.dtype).eps
+            factor = 1 + noise * max(torch.finfo(numbers.dtype).eps, least)
             numbers.copy_(numbers.double() * factor.to(numbers.device))
 
 

@@ -35,7 +35,8 @@ class ModuleCall:
     """The number of samples that this rank's modules computed."""
     block: Block | None
     uses_random: bool
-    half_precision: bool
+    half_precision: str
+    """As in StepRecord."""
     replica: forward_calls.ForwardCall | None
     """instep's own record of it, if it is the call of a replicated model."""
 
@@ -100,7 +101,7 @@ class ModuleCallRecorder:
         if is_capturing_graph():
             return  # the values are not there yet
         kwargs = rest[0] if len(rest) == 2 else {}
-        inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)
+        inputs, half = find_tensors((args, kwargs)), _half_precision_of(output)
         call = _call(inputs, self._used_random(), half, self._computed_rows())
         tag(outputs, _MARK, call)
 
@@ -128,15 +129,17 @@ class ModuleCallRecorder:
         return replica.draws > 0 or moved or others_moved
 
 
-def _in_half_precision(output: object) -> bool:
-    return any(
-        tensor.dtype in (torch.float16, torch.bfloat16)
-        or torch.is_autocast_enabled(tensor.device.type)
-        for tensor in find_tensors(output)
-    )
+def _half_precision_of(output: object) -> str:
+    for tensor in find_tensors(output):
+        device = tensor.device.type
+        on = torch.is_autocast_enabled(device)
+        for dtype in (tensor.dtype, *([torch.get_autocast_dtype(device)] if on else [])):
+            if dtype in (torch.float16, torch.bfloat16):
+                return str(dtype).removeprefix("torch.")
+    return ""
 
 
-def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> ModuleCall:
+def _call(inputs: list[Tensor], drew: bool, half: str, own: int | None) -> ModuleCall:
     replica = forward_calls.current()
     blocks = map(find_block, inputs) if replica is None else [replica.block]
     block = next((each for each in blocks if each is not None), None)

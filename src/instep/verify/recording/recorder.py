@@ -6,7 +6,7 @@ backward. It does not communicate; ranks are compared afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class Recorder:
             whole=_records_whole_batches(),
             row_hashes=tuple(row for call in used for row in call.row_hashes),
             uses_random=any(call.uses_random for call in used),
-            half_precision=any(call.half_precision for call in used),
+            half_precision=max((call.half_precision for call in used), default=""),
             generator_hash=hash_generators(),
             gradients=_fingerprint_all(gradients),
             parameters=_fingerprint_all(parameters),
@@ -171,11 +171,11 @@ class Recorder:
             new = {name: p for name, p in parameters.items() if name not in self._initial}
             self._initial |= _copy_tensors(new)
         if self._plan.rounding and self._step == 0:  # those that no module brought too
-            changes.perturb(parameters.values(), self._plan.rounding)
+            self._perturb(parameters.values(), self._plan.rounding)
 
     def _on_new_parameters(self, parameters: list[Tensor]) -> None:
         if self._plan.rounding and parameters:
-            changes.perturb(parameters, self._plan.rounding)
+            self._perturb(parameters, self._plan.rounding)
 
     def _apply_plan(self, optimizer: Optimizer) -> None:
         parameters = dict(self._names.parameters(optimizer))
@@ -187,7 +187,10 @@ class Recorder:
         if self._plan.pin is not None:
             changes.load_state(Path(self._plan.pin), following, optimizer, parameters, buffers)
             if self._plan.rounding and following in self._plan.keep:
-                changes.perturb(parameters.values(), self._plan.rounding + following)
+                self._perturb(parameters.values(), self._plan.rounding + following)
+
+    def _perturb(self, parameters: Iterable[Tensor], seed: int) -> None:
+        changes.perturb(parameters, seed, self._plan.half_precision)
 
 
 def _records_whole_batches() -> bool:

@@ -48,6 +48,8 @@ class RunPlan:
     rounding: int = 0
     """Seed of the rounding errors by which parameters are changed before they are first used, and
     after each state that is put in place; 0: none."""
+    half_precision: str = ""
+    """As in StepRecord: what computes in it rounds so, whatever the dtype of its parameters."""
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
     bits: bool = False
@@ -81,8 +83,8 @@ class StepRecord:
     """Whether these are the samples of the whole batch, on every rank alike."""
     uses_random: bool = False
     """Whether random numbers were drawn during these calls."""
-    half_precision: bool = False
-    """Whether these calls computed in half precision."""
+    half_precision: str = ""
+    """The dtype of half precision in which these calls computed, without `torch.`, if any."""
     generator_hash: str = ""
     """A digest of the states of all global generators."""
     gradients: Fingerprints = field(default_factory=dict)
@@ -133,6 +135,11 @@ class RunRecord:
     def steps(self) -> int:
         """The number of steps that all ranks have made."""
         return min(len(rank.steps) for rank in self.ranks)
+
+    @cached_property
+    def half_precision(self) -> str:
+        """The dtype of half precision in which some step computed; empty if none did."""
+        return max((step.half_precision for step in self.ranks[0].steps), default="")
 
     def at(self, step: int) -> list[StepRecord]:
         """One step on all ranks."""
