@@ -305,6 +305,31 @@ def test_randomness_of_the_model_is_told():
     assert told.startswith("randomness by rank: the model draws random numbers (dropout, noise)")
 
 
+@pytest.mark.parametrize(
+    ("change", "spoil", "told"),
+    [
+        (
+            made.nothing,
+            lambda k, g: g * 2,
+            "a sum taken for a mean: the gradient of step 1 is 2 times",
+        ),
+        (
+            lambda rank, k, step: {"gradients": {"weight": Fingerprint(4.0 + rank, 1.0)}},
+            lambda k, g: g + 0.3,
+            "gradients are not averaged over the ranks",
+        ),
+        (
+            made.nothing,
+            lambda k, g: g + 0.3 * (k == 2),
+            "a mean of means: in step 3 the ranks hold 3, 4 samples",
+        ),
+    ],
+)
+def test_what_no_random_number_does_is_told_of_models_that_draw_some(change, spoil, told):
+    oracle = made.run(1, lambda r, k, s: {"uses_random": True})
+    assert cause(2, change, spoil, oracle=oracle).startswith(told)
+
+
 def test_unsynchronised_batch_norm_is_told():
     def local(rank, k, step):
         return {

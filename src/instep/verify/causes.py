@@ -248,14 +248,14 @@ def _parameters_differ_by_rank(e: Evidence) -> str | None:
 
 
 def _random_model(e: Evidence) -> str | None:
-    """Each rank draws dropout or noise for its own rows."""
-    for diff in e.wrong_gradients:
-        if any(one.uses_random for one in e.oracle.at(diff.step)):
-            return (
-                f"randomness by rank: the model draws random numbers (dropout, noise) in step "
-                f"{diff.step + 1}, and each rank draws its own"
-            )
-    return None
+    """Each rank draws dropout or noise for its own rows: in every step, or in none."""
+    drawn = [d for d in e.diffs if any(one.uses_random for one in e.oracle.at(d.step))]
+    if not drawn or not all(map(e.is_wrong, drawn)):
+        return None
+    return (
+        f"randomness by rank: the model draws random numbers (dropout, noise) in step "
+        f"{drawn[0].step + 1}, and each rank draws its own"
+    )
 
 
 def _local_batch_statistics(e: Evidence) -> str | None:
@@ -357,10 +357,10 @@ RULES: tuple[Rule, ...] = (
     _other_initial_parameters,
     _other_learning_rates,
     _parameters_differ_by_rank,
-    _random_model,
-    _local_batch_statistics,
     _gradients_not_averaged,
     _scaled_gradient,
+    _random_model,
+    _local_batch_statistics,
     _mean_of_means,
     _weighted_loss,
 )
