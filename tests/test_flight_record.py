@@ -117,6 +117,11 @@ def test_the_last_collective_is_a_position_of_the_rank(recorder, tmp_path) -> No
             assert format_position(read_whole(file.fileno()), at).startswith(
                 f"It was last seen at {kept}, "
             )
+    others = threading.Thread(target=recorder.enter, args=("barrier", None, None, "0:0-2"))
+    others.start()
+    others.join()
+    assert "/threading.py:" in record_format.read(fd).entries[1].line
+    assert record_format.read_position(fd) is None
 
 
 def test_the_end_of_the_script_has_the_last_collective_before_it(recorder) -> None:

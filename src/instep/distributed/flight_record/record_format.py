@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from instep.process import is_stdlib
 from instep.process.exit_status import rank_ranges
 
 PHASES = (
@@ -175,9 +176,10 @@ def read_wait(fd: int) -> Entry | None:
 
 
 def read_position(fd: int) -> tuple[float, str] | None:
-    """When the rank was last in a collective, and the line; None if it was in none yet."""
+    """When the rank was last in a collective, and the line; None if it was in none yet, or if a
+    thread without a line of the script was, such as the one of Horovod's named collectives."""
     entry = _read_last(fd)
-    if entry is None:
+    if entry is None or is_stdlib(entry.line):
         return None
     return max(entry.entered, entry.left or 0.0), entry.line
 
