@@ -316,9 +316,10 @@ def divided(monkeypatch):
 
     def opt_out(reason):
         reasons.append(reason)
-        session._current = None
+        session._current.value = None
 
-    monkeypatch.setattr(session, "_current", types.SimpleNamespace(world=World(3, 4, 3, 4)))
+    current = types.SimpleNamespace(world=World(3, 4, 3, 4))
+    monkeypatch.setattr(session._current, "value", current)
     monkeypatch.setattr(session, "_at_opt_out", [])
     monkeypatch.setattr(session, "opt_out", opt_out)
     return reasons

@@ -923,7 +923,7 @@ def test_a_forward_that_appends_to_a_file_runs_once() -> None:
 @ranks(2)
 def test_the_file_that_a_forward_writes_is_named_and_none_of_insteps() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        before, marker = pending_writes._markers[:], Path(folder, "rank.writing")
+        before, marker = pending_writes._marker.value, Path(folder, "rank.writing")
 
         class Saving(Around):
             def forward(self, x: Tensor) -> Tensor:
@@ -939,7 +939,7 @@ def test_the_file_that_a_forward_writes_is_named_and_none_of_insteps() -> None:
                 for _ in range(3):
                     model(torch.randn(6, 6))
         finally:
-            pending_writes._markers[:] = before
+            pending_writes._marker.value = before
     if instep.rank == 0:
         assert log.getvalue() == (
             "instep: every rank computes Saving whole: its forward writes files (scores.pt). "

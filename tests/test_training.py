@@ -461,7 +461,7 @@ def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
 
 @ranks(2)
 def test_one_that_was_copied_before_is_named_by_its_statistics(monkeypatch):
-    monkeypatch.setattr(batch_statistics, "_has_warned", False)
+    monkeypatch.setattr(batch_statistics._has_warned, "value", False)
     model = nn.Sequential(nn.BatchNorm1d(3))
     averaged, replica = copy.deepcopy(model), instep.replicate(model)
     rows = instep.shard(DataLoader(TensorDataset(torch.randn(6, 3)), 6))

@@ -8,8 +8,9 @@ from typing import Any
 
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
+from instep.process.process_value import ProcessValue
 
-_resets = 0
+_resets = ProcessValue(0)
 
 
 def show(key: str, value: Any) -> list[tuple[int, Any]]:
@@ -19,7 +20,7 @@ def show(key: str, value: Any) -> list[tuple[int, Any]]:
     if client.has_rank_0_ended():
         return []
     world, store = bootstrap.current(), bootstrap.store()
-    begin = f"{key} after {_resets} resets, of rank"
+    begin = f"{key} after {_resets.value} resets, of rank"
     found = []
     with suppress(RuntimeError):  # torch's: rank 0 has ended, and with it the store
         store.set(f"{begin} {world.rank}", json.dumps(value))
@@ -32,5 +33,4 @@ def show(key: str, value: Any) -> list[tuple[int, Any]]:
 
 def reset() -> None:
     """Forget what was shown. All ranks must do so."""
-    global _resets
-    _resets += 1
+    _resets.value += 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from instep.process import in_main_thread
+from instep.process.process_value import ProcessValue
 
 WAIT_LIMIT = 10.0
 """Seconds that others wait for the files that a rank is writing when another one has failed."""
@@ -29,7 +30,7 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 _changed = threading.Condition()
 _drafts: dict[str, int] = {}
-_markers: list[Path] = []
+_marker = ProcessValue[Path | None](None)
 
 
 def opens_to_write(mode: str | None, flags: int = 0) -> bool:
@@ -45,13 +46,12 @@ def marker_path(failure_file: Path) -> Path:
 
 def set_marker(marker: Path) -> None:
     """Let this process keep the marker from now on."""
-    _markers[:] = [marker]
+    _marker.value = marker
 
 
 def marked_file(path: str) -> str:
     """The draft that was begun last, if `path` is the marker of this process; else `path`."""
-    is_marker = any(path == str(marker) for marker in _markers)
-    return next(reversed(_drafts), path) if is_marker else path
+    return next(reversed(_drafts), path) if path == str(_marker.value) else path
 
 
 @contextmanager
@@ -97,11 +97,10 @@ def _count(draft: str, change: int) -> None:
         _drafts[draft] = _drafts.get(draft, 0) + change
         if not _drafts[draft]:
             del _drafts[draft]
-        for marker in _markers:
-            if _drafts:
-                marker.write_bytes(os.fsencode("\0".join(_drafts)))
-            else:
-                marker.unlink(missing_ok=True)
+        if _marker.value is not None and _drafts:
+            _marker.value.write_bytes(os.fsencode("\0".join(_drafts)))
+        elif _marker.value is not None:
+            _marker.value.unlink(missing_ok=True)
         _changed.notify_all()
 
 

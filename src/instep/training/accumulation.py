@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.training.batches import progress
 
 T = TypeVar("T")
 
-_sync = ScopedValue(True)
+_sync = ProcessValue(True)
 
 
 class _OpenSum:

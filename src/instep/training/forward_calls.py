@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import TrainingError
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.autograd import current_graph_task_id, is_transformed
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.batches.candidates import BatchCandidates
@@ -97,7 +97,7 @@ class ForwardCall:
 replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""
 _stack: list[ForwardCall] = []
-_roots = ScopedValue[tuple[Root, ...]](())
+_roots = ProcessValue[tuple[Root, ...]](())
 """From which the running backward goes."""
 
 

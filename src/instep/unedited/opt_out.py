@@ -17,6 +17,7 @@ from typing import Any
 
 from instep.process import frames_from
 from instep.process.patching import Function, patches
+from instep.process.process_value import ProcessValue
 from instep.unedited import launcher_env
 
 
@@ -42,17 +43,17 @@ class BatchEffect(StrEnum):
 
 OnOptOut = Callable[[str, BatchEffect], None]
 
-_on_opt_out: list[OnOptOut] = []
+_on_opt_out = ProcessValue[OnOptOut | None](None)
 
 
 def set_handler(handler: OnOptOut | None) -> None:
     """Call `handler(reason, effect)` if the script opts out; None: call nothing."""
-    _on_opt_out[:] = [] if handler is None else [handler]
+    _on_opt_out.value = handler
 
 
 def _opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
-    if _on_opt_out:
-        _on_opt_out[0](reason, effect)
+    if _on_opt_out.value is not None:
+        _on_opt_out.value(reason, effect)
 
 
 def opts_out(reason: str) -> Function:

@@ -14,6 +14,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.process import print_line, settings
 from instep.process.patching import Patch
+from instep.process.process_value import ProcessValue
 from instep.unedited import bitwise, launcher_env
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.errors import UneditedError
@@ -23,14 +24,14 @@ from instep.unedited.single_rank import SingleRankSession
 if TYPE_CHECKING:
     from instep.unedited.multi_rank import MultiRankSession  # it imports torch
 
-_current: SingleRankSession | MultiRankSession | None = None
+_current = ProcessValue["SingleRankSession | MultiRankSession | None"](None)
 _at_opt_out: list[Callable[[], object]] = []
 _reasons: list[str] = []
 
 
 def current() -> SingleRankSession | MultiRankSession | None:
     """The session of this process."""
-    return _current
+    return _current.value
 
 
 def start() -> None:
@@ -40,8 +41,7 @@ def start() -> None:
     Starts this program again if strings would have different hashes on the ranks.
     Raises LaunchError.
     """
-    global _current
-    if _current is None and multiprocessing.parent_process() is None:
+    if _current.value is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
         if settings.is_bitwise():
             bitwise.start(world.size)
@@ -50,11 +50,11 @@ def start() -> None:
             fix_hash_seed()
         launcher_env.set_visible_device(world)
         if world.size == 1:
-            _current = SingleRankSession(world, [LOADER_PATCH, *_bitwise_patches()])
+            _current.value = SingleRankSession(world, [LOADER_PATCH, *_bitwise_patches()])
         else:
             from instep.unedited.multi_rank import MultiRankSession  # it imports torch
 
-            _current = MultiRankSession(opt_out)
+            _current.value = MultiRankSession(opt_out)
 
 
 def _bitwise_patches() -> Sequence[Patch]:
@@ -67,8 +67,7 @@ def _bitwise_patches() -> Sequence[Patch]:
 
 def stop() -> None:
     """Restore everything that `start` has replaced."""
-    global _current
-    session, _current = _current, None
+    session, _current.value = _current.value, None
     if session is not None:
         session.end()
 
@@ -78,7 +77,7 @@ def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
 
     Does nothing in a world of one. Raises UneditedError if the ranks have shared work already.
     """
-    session = _current
+    session = _current.value
     if session is None or isinstance(session, SingleRankSession):
         return
     bitwise.check_divided(reason)
@@ -103,8 +102,8 @@ def at_opt_out(function: Callable[[], object]) -> None:
 
 def add_notes(error: BaseException) -> None:
     """Note on an exception of the script what instep knows of its cause."""
-    if _current is not None:
-        _current.add_notes(error)
+    if _current.value is not None:
+        _current.value.add_notes(error)
 
 
 def reports_failure(
@@ -115,7 +114,7 @@ def reports_failure(
 ) -> bool:
     """Called when the script fails, by an exception or not: waits until that may be reported;
     whether by this rank. Calls `alike` once rank 0 is known to fail in the same way."""
-    return _current is None or _current.reports_failure(message, error, alike)
+    return _current.value is None or _current.value.reports_failure(message, error, alike)
 
 
 def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:

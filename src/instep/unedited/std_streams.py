@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from instep.distributed.communication.rank_local import is_thread_rank_local
 from instep.process import PACKAGE_FOLDER, frames_from, write_text
 from instep.process.patching import Function, patches
+from instep.process.process_value import ProcessValue
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.compare.side_effects import PendingWarning, defer_warning
 
@@ -69,7 +70,7 @@ class StdStreams:
 
     def install(self) -> None:
         """Let rank 0 share what it reads, and silence the other ranks."""
-        _current[:] = [self]
+        _current.value = self
         if self._rank != 0:
             self._silence()
         if self._stdin is not None:
@@ -108,7 +109,7 @@ class StdStreams:
 
     def restore(self) -> None:
         """Restore the streams. What sys.stdin has read ahead is lost."""
-        _current.clear()
+        _current.value = None
         sys.stdin = self._stdin
         if self._saved:
             _flush()
@@ -141,7 +142,7 @@ class StdStreams:
             stream.isatty = lambda: self.terminal.is_terminal[fd]
 
 
-_current: list[StdStreams] = []
+_current = ProcessValue[StdStreams | None](None)
 
 
 def _flush() -> None:
@@ -176,9 +177,10 @@ class _Rank0Stdin(io.RawIOBase):
 
 def input_(original: Function, prompt: object = "") -> Any:
     """For `input`, which does not read sys.stdin at a terminal."""
-    if not _current or not _current[0].terminal.is_terminal[0]:
+    streams = _current.value
+    if streams is None or not streams.terminal.is_terminal[0]:
         return original(prompt)
-    line = _current[0].run_on_rank0("input()", lambda: original(prompt), None)
+    line = streams.run_on_rank0("input()", lambda: original(prompt), None)
     if line is None:
         raise EOFError("EOF when reading a line")
     return line
@@ -186,19 +188,22 @@ def input_(original: Function, prompt: object = "") -> Any:
 
 def read(original: Function, fd: int, length: int) -> Any:
     """For os.read."""
-    if not _current or fd != 0:
+    if _current.value is None or fd != 0:
         return original(fd, length)
-    return _current[0].run_on_rank0("standard input", lambda: original(fd, length), b"")
+    return _current.value.run_on_rank0("standard input", lambda: original(fd, length), b"")
 
 
 def isatty(original: Function, fd: int) -> Any:
     """For os.isatty."""
-    return _current[0].terminal.is_terminal[fd] if _current and fd in range(3) else original(fd)
+    if _current.value is None or fd not in range(3):
+        return original(fd)
+    return _current.value.terminal.is_terminal[fd]
 
 
 def get_terminal_size(original: Function, fd: int = 1) -> Any:
     """For os.get_terminal_size."""
-    size = _current[0].terminal.sizes[fd] if _current and fd in range(3) else None
+    streams = _current.value
+    size = None if streams is None or fd not in range(3) else streams.terminal.sizes[fd]
     return original(fd) if size is None else os.terminal_size(size)
 
 
@@ -216,7 +221,7 @@ def show_warning(
     registry = _registry_of(filename)
     key = str(message), category, lineno
     filename, lineno = _place_without_own(filename, lineno)
-    streams = _current[0] if _current and is_thread_rank_local() and file is None else None
+    streams = _current.value if is_thread_rank_local() and file is None else None
     show_as_usual = partial(original, message, category, filename, lineno, file, line)
     if streams is None or streams.process != os.getpid():
         show_as_usual()

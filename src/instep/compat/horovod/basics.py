@@ -29,6 +29,7 @@ from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap, stores
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process import print_line, settings
+from instep.process.process_value import ProcessValue
 
 
 class HorovodSession:
@@ -40,14 +41,14 @@ class HorovodSession:
         """The number of collectives without a name, by collective and process set."""
 
 
-_session: HorovodSession | None = None
+_session = ProcessValue[HorovodSession | None](None)
 
 
 def session() -> HorovodSession:
     """The current session. Raises NotInitializedError."""
-    if _session is None:
+    if _session.value is None:
         raise NotInitializedError
-    return _session
+    return _session.value
 
 
 after_init: list[Callable[[], None]] = []
@@ -74,7 +75,6 @@ def init(
     Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for another
     `comm`, LaunchError.
     """
-    global _session
     if comm is not None and not isinstance(comm, Sequence):
         raise UnsupportedFeatureError.communicator()
     if is_initialized():
@@ -83,7 +83,7 @@ def init(
         raise UnsupportedFeatureError.some_ranks(comm, bootstrap.current().size)
     if (file := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         os.environ.setdefault(settings.TIMELINE.name, file)
-    _session = _join()
+    _session.value = _join()
     for function in after_init:
         function()
     if os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"):
@@ -124,21 +124,21 @@ def shutdown() -> None:
 
     The collectives that other ranks have under way end with HorovodInternalError there.
     """
-    global _session
-    if _session is None:
+    ending = _session.value
+    if ending is None:
         return
     atexit.unregister(shutdown)
     for process_set in (*_registered, global_process_set):
         process_set.process_set_id = None
     _registered.clear()
     global_process_set.ranks = None
-    ending, _session = _session, None
+    _session.value = None
     ending.negotiator.close()
 
 
 def is_initialized() -> bool:
     """Whether init() was called, and shutdown() was not."""
-    return _session is not None
+    return _session.value is not None
 
 
 def world() -> World:

@@ -10,6 +10,8 @@ import os
 import threading
 from contextlib import AbstractContextManager
 
+from instep.process.process_value import ProcessValue
+
 
 class _Depth(threading.local):
     """In how many rank-local sections each thread is."""
@@ -33,7 +35,7 @@ def rank_local() -> AbstractContextManager[None]:
 
 def is_rank_local() -> bool:
     """Whether this thread is in a rank-local section, or in a process that a rank forked."""
-    return is_thread_rank_local() or _rank not in (None, os.getpid())
+    return is_thread_rank_local() or is_forked()
 
 
 def is_thread_rank_local() -> bool:
@@ -41,16 +43,20 @@ def is_thread_rank_local() -> bool:
     return _depth.value > 0
 
 
-_rank: int | None = None
+def is_forked() -> bool:
+    """Whether this is a process that a rank has forked."""
+    return _process_of_rank.value not in (None, os.getpid())
+
+
+_process_of_rank = ProcessValue[int | None](None)
+"""Its id."""
 
 
 def register_rank() -> None:
     """From now on the processes that this one forks are rank-local."""
-    global _rank
-    _rank = os.getpid()
+    _process_of_rank.value = os.getpid()
 
 
 def unregister_rank() -> None:
     """End of `register_rank`."""
-    global _rank
-    _rank = None
+    _process_of_rank.value = None

@@ -28,7 +28,7 @@ from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.process import settings
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.tensors import foreach_copy_
 
 T = TypeVar("T")
@@ -368,7 +368,7 @@ def overlap_group(transport: Transport) -> Transport:
     return ProcessGroupTransport(_overlap_groups[world])
 
 
-_override = ScopedValue[Transport | None](None)
+_override = ProcessValue[Transport | None](None)
 
 
 def use_transport(transport: Transport) -> AbstractContextManager[object]:

@@ -51,7 +51,7 @@ from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
 from instep.process.errors import LaunchVariablesError
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.distributed import process_groups
 
 _FILES, _FILES_PER_RANK = 512, 4
@@ -60,14 +60,14 @@ rank in each group; rank 0 has one for each in its store, and in Horovod's coord
 is started with the same limit."""
 _worlds_of_one: list[World] = []
 """Those of `world_of_one` that this process is in now, the innermost last."""
-_joined: list[World] = []
+_joined = ProcessValue[World | None](None)
 """The world that `init` has joined: the launcher's variables need not be there any more."""
-_watched: list[weakref.ref[dist.ProcessGroup]] = []
+_watched = ProcessValue[weakref.ref[dist.ProcessGroup] | None](None)
 """The last process group in which this rank is watched."""
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Without it torch warns at a rank's first message that messages keep the order of all else that it
 sends by NCCL. `instep.send` means that."""
-_is_making_group = ScopedValue(False)
+_is_making_group = ProcessValue(False)
 """Whether `init` makes the process group of torch."""
 
 
@@ -82,8 +82,9 @@ def current() -> World:
     if not dist.is_initialized():
         return launchers.detect()
     rank, size = dist.get_rank(), dist.get_world_size()
-    if _joined and (_joined[-1].rank, _joined[-1].size) == (rank, size):
-        return _joined[-1]
+    joined = _joined.value
+    if joined is not None and (joined.rank, joined.size) == (rank, size):
+        return joined
     try:
         world = launchers.detect()
     except LaunchVariablesError:
@@ -191,7 +192,7 @@ def _init(
             device_id=device if device.type != "cpu" else None,
         )
     group_states.add(joined.key, one_host, store_of_torch, timeout)
-    _joined[:] = [world]
+    _joined.value = world
     timeline_file.start(world.rank, world.node_rank)
     gloo_threads.wait_at_exit()
     atexit.unregister(leave)  # of an earlier group
@@ -236,7 +237,8 @@ def ensure_init() -> None:
 
 def watch_group() -> None:
     """Let a process group that the script made be watched, if it is not yet. Collective."""
-    if _is_making_group.value or (_watched and _watched[0]() is dist.group.WORLD):
+    watched = _watched.value
+    if _is_making_group.value or (watched is not None and watched() is dist.group.WORLD):
         return
     _remember_watched()
     _mention_unused_checkpoint()
@@ -247,12 +249,12 @@ def watch_group() -> None:
 
 def _remember_watched() -> None:
     assert dist.group.WORLD is not None
-    _watched[:] = [weakref.ref(dist.group.WORLD)]
+    _watched.value = weakref.ref(dist.group.WORLD)
 
 
 def leave() -> None:
     """Destroy the process group; does nothing where there is none."""
-    _joined.clear()
+    _joined.value = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -51,6 +51,7 @@ from instep.process.failures.tracebacks import (
     script_line,
     trim_traceback,
 )
+from instep.process.process_value import ProcessValue
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 DECISION_SECONDS = 3.0
@@ -63,10 +64,10 @@ PARENT_SECONDS = 2.0
 does: if it ended itself, a busy parent might take it for the one that failed first."""
 PRIORITY = 1000
 """Of the finalizer: before multiprocessing waits for other children at its child's end."""
-_clients: list[WatcherClient] = []
-"""One for each time that this process has joined a job; the last one is active."""
-
-_has_failed = False
+_active = ProcessValue["WatcherClient | None"](None)
+"""Of the job that this process has joined last."""
+_has_failed = ProcessValue(False)
+"""Whether an exception has ended this rank's script."""
 _exit_now = os._exit
 """As it is before it is replaced in an unedited script, whose ranks wait for rank 0."""
 
@@ -83,20 +84,24 @@ def start_watcher(world: World, store: dist.Store, key: bytes | None, listen: Li
     """
     if str(settings.WATCH) == "off":
         return
-    for previous in _clients[-1:]:
+    previous, number = _active.value, 0
+    if previous is not None:
         previous.detach()
-    _clients.append(WatcherClient(world, _hub_address(world, store, key, listen)))
+        number = previous.number + 1
+    hub = _hub_address(world, store, key, listen, number)
+    _active.value = WatcherClient(world, hub, number)
 
 
 def excepthook() -> Hook | None:
     """The hook that reports this rank's failure; None under `instep run`, which sees it itself."""
-    return _clients[-1]._excepthook if _clients and JOB not in os.environ else None
+    client = _active.value
+    return None if client is None or JOB in os.environ else client._excepthook
 
 
 def _hub_address(
-    world: World, store: dist.Store, secret: bytes | None, listen: Listen
+    world: World, store: dist.Store, secret: bytes | None, listen: Listen, number: int
 ) -> dict[str, object]:
-    key = f"instep/distributed/watchdog/{len(_clients)}"
+    key = f"instep/distributed/watchdog/{number}"
     address: dict[str, object] = {} if secret is None else {"token": derive_key(secret, key).hex()}
     if world.rank != 0:
         address = json.loads(store.get(key)) | address
@@ -120,8 +125,7 @@ def _store_host(store: dist.Store) -> list[str]:
 def announce_exit() -> None:
     """This rank is at the end of its script and begins to wait for the others: one that waits for
     it is deadlocked, which the watchers then find soon."""
-    for client in _clients[-1:]:
-        client.send("at_exit")
+    _tell("at_exit")
 
 
 def announce_failure() -> threading.Event | None:
@@ -129,38 +133,40 @@ def announce_failure() -> threading.Event | None:
 
     Returns what is set once rank 0 waits for others, or no watcher can tell; None without one.
     """
-    if not _clients:
-        return None
-    _clients[-1].send("failing")
-    return _clients[-1]._rank_0_waits
+    _tell("failing")
+    return None if _active.value is None else _active.value._rank_0_waits
 
 
 def announce_same_failure() -> None:
     """This rank has failed in the same way as rank 0, which reports it."""
-    for client in _clients[-1:]:
-        client.send("fails_alike")
+    _tell("fails_alike")
 
 
 def announce_end() -> None:
     """This rank ends now, and has not failed."""
-    for client in _clients[-1:]:
-        client._finish()
+    if _active.value is not None:
+        _active.value._finish()
 
 
 def announce_single_rank() -> None:
     """This rank goes on without the others, which end."""
-    for client in _clients[-1:]:
-        client.send("alone")
+    _tell("alone")
+
+
+def _tell(message_type: str, **fields: object) -> None:
+    """Send a message to this rank's watcher, if it has one."""
+    if _active.value is not None:
+        _active.value.send(message_type, **fields)
 
 
 def has_failed() -> bool:
     """Whether an exception has ended this rank's script."""
-    return _has_failed
+    return _has_failed.value
 
 
 def has_rank_0_ended() -> bool:
     """Whether rank 0's process has ended, as far as this rank's watcher has told."""
-    return any(client.has_rank_0_ended for client in _clients[-1:])
+    return _active.value is not None and _active.value.has_rank_0_ended
 
 
 def report_collectives(error: BaseException) -> None:
@@ -168,12 +174,10 @@ def report_collectives(error: BaseException) -> None:
 
     Only a rank that still runs knows the collectives of torch's own groups.
     """
-    global _has_failed
-    _has_failed = True
-    for client in _clients[-1:]:
-        if os.getpid() == client._pid:
-            steps = traced_steps(with_stacks=False, line=script_line(error))
-            client.send("collectives", steps=steps)
+    _has_failed.value = True
+    if _active.value is not None and os.getpid() == _active.value._pid:
+        steps = traced_steps(with_stacks=False, line=script_line(error))
+        _tell("collectives", steps=steps)
 
 
 def remove_after_exit(own: str, shared: str | None) -> None:
@@ -181,15 +185,16 @@ def remove_after_exit(own: str, shared: str | None) -> None:
 
     Then also `shared`, if no rank's folder is left in it.
     """
-    for client in _clients[-1:]:
-        client.send("remove_folders", own=own, shared=shared)
+    _tell("remove_folders", own=own, shared=shared)
 
 
 class WatcherClient:
     """This rank's connection to its watcher."""
 
-    def __init__(self, world: World, hub: dict[str, object]) -> None:
+    def __init__(self, world: World, hub: dict[str, object], number: int) -> None:
         self._world, self._pid = world, os.getpid()
+        self.number = number
+        """How often this process had joined a job before; equal on all ranks."""
         self._decided = threading.Event()
         """The job's first failure is known, or no watcher is left to choose it."""
         self._is_unwatched = threading.Event()

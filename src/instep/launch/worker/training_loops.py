@@ -26,6 +26,7 @@ from types import CodeType
 
 from instep.check.script import Function, Script
 from instep.launch.worker import static_opt_out
+from instep.process.process_value import ProcessValue
 from instep.unedited.checkpoint.loop_iterations import LoopIterations
 from instep.unedited.errors import CannotSaveScriptError
 
@@ -288,13 +289,12 @@ class _Compiler:
         return frozenset(os.path.dirname(path) for path, lines in self._lines.items() if lines)
 
 
-_compiler: _Compiler | None = None
+_compiler = ProcessValue[_Compiler | None](None)
 
 
 def install(command: Sequence[str], folder: Path) -> None:
     """Let the training loops of a program be saved to `folder`. Raises CannotSaveScriptError."""
-    global _compiler
-    _compiler = _Compiler(command)
+    _compiler.value = _Compiler(command)
     setattr(builtins, HANDLE, LoopIterations(folder))
     sys.path_hooks.insert(0, _find_neighbours)
     sys.path_importer_cache.clear()
@@ -302,14 +302,14 @@ def install(command: Sequence[str], folder: Path) -> None:
 
 def compile_script(source: bytes | str, path: str) -> CodeType:
     """The code of a file; its training loops are saved, if `install` was called."""
-    if _compiler is None:
+    if _compiler.value is None:
         return compile(source, path, "exec", dont_inherit=True)
-    return _compiler.compile(source, path)
+    return _compiler.value.compile(source, path)
 
 
 def _find_neighbours(path: str) -> FileFinder:
     """For sys.path_hooks: finds modules beside the script, and compiles them without a cache."""
-    if _compiler is None or os.path.realpath(path) not in _compiler.folders:
+    if _compiler.value is None or os.path.realpath(path) not in _compiler.value.folders:
         raise ImportError
     return FileFinder(
         path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_LocalModuleLoader, [".py"])

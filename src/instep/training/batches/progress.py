@@ -14,7 +14,7 @@ from instep.distributed.communication.scopes import scope_number
 from instep.process import in_main_thread
 
 
-@dataclass(slots=True)
+@dataclass
 class BatchProgress:
     """What was requested, loaded and used since the start."""
 
@@ -79,18 +79,16 @@ class BatchProgress:
         if _counts():
             self.epoch = epoch
 
+    def reset(self) -> None:
+        """Begin anew."""
+        vars(self).update(vars(BatchProgress()))
+
     def counts(self) -> tuple[int, int]:
         """How many batches were requested, and how many of them had no backward of their own."""
         return self.requested, self.requested - self.backwards
 
 
 current = BatchProgress()
-
-
-def reset() -> None:
-    """Begin anew."""
-    global current
-    current = BatchProgress()
 
 
 def _counts() -> bool:

@@ -26,6 +26,7 @@ from instep.distributed.flight_record.script_line import (
 )
 from instep.errors import TrainingError
 from instep.process.patching import PatchHandle, patches
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.autograd import is_transformed, unwrap_transformed
 from instep.training.batches import loop_ends, noted_losses, progress
 from instep.training.batches.candidates import BatchCandidates
@@ -55,7 +56,7 @@ _gone: deque[tuple[int, int]] = deque()
 """The addresses and numbers of the parts whose tensors are gone."""
 _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
-_manual = ManualBatchTracker()
+_manual = ProcessValue(ManualBatchTracker())
 _warned: set[str] = set()
 """The lines of which there was a warning."""
 _past: dict[Block, None] = {}
@@ -67,7 +68,7 @@ _recent: deque[Block] = deque(maxlen=4)
 
 def register(batch: object, block: Block, tracker: BatchTracker | None = None) -> None:
     """A loop has requested `batch` and works on it now or later."""
-    tracker = _manual if tracker is None else tracker
+    tracker = _manual.value if tracker is None else tracker
     index = _request(tracker, block)
     if block.has_empty_ranks:
         tracker.has_placeholders |= not tracker.is_skipped_by_some
@@ -182,19 +183,18 @@ def _follow_torch_distributed() -> None:
 
 def end_step() -> None:
     """A backward has ended."""
-    _manual.end_step()
+    _manual.value.end_step()
 
 
 def has_manual_batches() -> bool:
     """Whether the script has divided a batch itself since the last backward."""
-    return bool(_manual.candidates()) and not _manual.is_stale
+    return bool(_manual.value.candidates()) and not _manual.value.is_stale
 
 
 def reset() -> None:
     """Forget every batch, and how far the training has come in them."""
-    global _manual
-    _manual = ManualBatchTracker()
-    progress.reset()
+    _manual.value = ManualBatchTracker()
+    progress.current.reset()
     loop_ends.reset()
     noted_losses.reset()
     _trackers.clear()
@@ -209,13 +209,13 @@ def reset() -> None:
 def _request(tracker: BatchTracker, block: Block | None) -> int:
     if block is not None:
         progress.current.note_request()
-        if tracker is not _manual:
+        if tracker is not _manual.value:
             progress.current.note_loaded()
         if progress.is_followed() and not block.has_empty_ranks and len(_past) < _MAX_PAST:
             _past[block] = None
         if progress.is_followed() and torch.is_grad_enabled():
             _recent.append(block)
-    if tracker is not _manual:
+    if tracker is not _manual.value:
         progress.current.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     _forget_gone(tracker)

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.distributed.flight_record.recorder import recorder
 from instep.process.exit_status import group_ranks
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.autograd import hooks_of, later_hooks_of
 from instep.training.batches import progress
 from instep.training.buckets.bucket_sets import BucketSets, has_user_hooks
@@ -55,7 +56,7 @@ class BackwardState:
         """Those of the parameters that it has reached."""
 
 
-_current: BackwardState | None = None
+_current = ProcessValue[BackwardState | None](None)
 _unfinished: dict[Reducer, None] = {}
 """Those with parts of sums that are still to be made: the next backward that sums makes them,
 whether it reaches their parameters or not."""
@@ -65,25 +66,23 @@ _reducer_numbers = count()
 
 def is_reducing() -> bool:
     """Whether gradients of a backward are being collected now."""
-    return _current is not None
+    return _current.value is not None
 
 
 @contextmanager
 def reduce_during_backward(backward: BackwardState) -> Iterator[None]:
     """While autograd runs inside, gradients are collected; at the end `.grad` holds the sums."""
-    global _current
-    _current = backward
-    try:
-        yield
-        if backward.sync:
-            for reducer in sorted(_unfinished, key=lambda each: each.number):
-                reducer.join(backward)
-        for reducer in backward.reducers:
-            reducer.finish()
-    finally:
-        for reducer in backward.reducers:
-            reducer.reset()
-        _current = None
+    with _current.set_to(backward):
+        try:
+            yield
+            if backward.sync:
+                for reducer in sorted(_unfinished, key=lambda each: each.number):
+                    reducer.join(backward)
+            for reducer in backward.reducers:
+                reducer.finish()
+        finally:
+            for reducer in backward.reducers:
+                reducer.reset()
 
 
 class Reducer:
@@ -147,20 +146,21 @@ class Reducer:
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
         """Autograd calls this with a parameter's gradient of this backward."""
-        assert _current is not None
-        self.join(_current)
-        if _current.is_placeholder:
+        backward = _current.value
+        assert backward is not None
+        self.join(backward)
+        if backward.is_placeholder:
             grad = torch.zeros_like(grad)
-        elif _current.has_no_number:
+        elif backward.has_no_number:
             grad = zero_non_finite(grad)
-        if not (_current.sync or has_user_hooks(self._parameters[index])):
+        if not (backward.sync or has_user_hooks(self._parameters[index])):
             self._accumulate(index)
             return grad
         if grad.is_sparse and index in self._tables and not has_user_hooks(self._parameters[index]):
             self._intercept_table(index)
             return grad
         bucket = self._bucket_of.get(index)
-        if bucket is None or grad.is_sparse or not _current.sync:
+        if bucket is None or grad.is_sparse or not backward.sync:
             return self._reduce_now(index, grad)
         if index in bucket.filled:  # as where a reentrant checkpoint has a backward of its own
             add = self._sum_again if bucket.starts_early else bucket.add_again
@@ -172,14 +172,15 @@ class Reducer:
 
     def finish(self) -> None:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
-        if _current is None:
+        backward = _current.value
+        if backward is None:
             return
-        if _current.sync:
+        if backward.sync:
             self._sum_tables()
             self._add_accumulated()
         with self._explained_mismatch():
             self._verify_checksums()
-            if not _current.sync:
+            if not backward.sync:
                 return
             self._inspect(self._buckets[self._started :], are_last=True)
             finish_buckets(self._buckets, self._started, self._bucket_transport, self._reduced)
@@ -311,9 +312,10 @@ class Reducer:
 
     def _inspect(self, buckets: Sequence[GradBucket], *, are_last: bool) -> None:
         """Look for what is not finite, before these buckets are summed."""
-        if _current is not None and _current.finite_check is not None:
+        backward = _current.value
+        if backward is not None and backward.finite_check is not None:
             accumulated = bool(self._partial)
-            _current.finite_check.inspect(buckets, are_last=are_last, accumulated=accumulated)
+            backward.finite_check.inspect(buckets, are_last=are_last, accumulated=accumulated)
 
     def _add_accumulated(self) -> None:
         """Add what only earlier backwards, without sums, have computed."""
@@ -342,7 +344,7 @@ class _Hook:
         hooks_of(parameter).move_to_end(handle.id, last=False)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        if _current is None:  # torch.autograd.grad: the value goes to the user
+        if _current.value is None:  # torch.autograd.grad: the value goes to the user
             return None
         return self._reducer.collect(self._index, grad)
 

@@ -15,12 +15,13 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from instep.distributed.flight_record.recorder import recorder
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.compiler import disable_compile
 
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
 _hooks: list[RemovableHandle] = []
-_before_steps: list[Callable[[Optimizer], None]] = []
+_before_step_call = ProcessValue[Callable[[Optimizer], None] | None](None)
 _after_steps: list[Callable[[Optimizer], None]] = []
 
 _NO_REPLICA = "which is in no replica: make it a part of the model, or call instep.replicate"
@@ -44,7 +45,7 @@ def stop_following() -> None:
 
 def before_each_step(function: Callable[[Optimizer], None] | None) -> None:
     """Call `function(optimizer)` before every step of an optimizer; None: call nothing."""
-    _before_steps[:] = [] if function is None else [function]
+    _before_step_call.value = function
 
 
 def after_each_step(function: Callable[[Optimizer], None]) -> None:
@@ -106,8 +107,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if known is None or known() is not optimizer:
         _stepped.pop(id(optimizer), None)
         _stepped[id(optimizer)] = weakref.ref(optimizer)
-    for function in _before_steps:
-        function(optimizer)
+    if _before_step_call.value is not None:
+        _before_step_call.value(optimizer)
     recorder.set_phase("optimizer")
 
 

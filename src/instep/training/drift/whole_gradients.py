@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.process import settings
 from instep.process.import_hooks import after_import
+from instep.process.process_value import ProcessValue
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
 _SMALL = 2**12
 """The elements of a gradient that is read at each step."""
 
-_is_summed = False
+_is_summed = ProcessValue(False)
 """Whether the latest backward has summed gradients over the ranks, which a FiniteCheck looks at."""
 
 
 def note_backward(*, is_summed: bool) -> None:
     """A backward runs; `is_summed`: it sums gradients over the ranks."""
-    global _is_summed
-    _is_summed = is_summed
+    _is_summed.value = is_summed
 
 
 class StepCheck:
@@ -74,7 +74,7 @@ class StepCheck:
         if numbers is None:
             numbers = self._numbers[optimizer] = count(1)
         step = next(numbers)
-        if _is_summed or cmath.isfinite(self._first_sum(optimizer)):
+        if _is_summed.value or cmath.isfinite(self._first_sum(optimizer)):
             return
         non_finite = import_module("instep.training.drift.non_finite")
         self._is_over = non_finite.report_step(optimizer, step, self._show)

@@ -21,7 +21,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.numbers import gather_values
 from instep.distributed.watchdog.call_stack import script_line
 from instep.errors import TrainingError
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.training.autograd_graph import Root
 from instep.training.buckets.reducer import reducer_of
 from instep.training.drift.optimizers import parameters_of
@@ -30,7 +30,7 @@ Closure = Callable[[], Any]
 Noted = list[tuple[float, float]]
 """Numbers on which backward is called, each with this rank's weight of it."""
 
-_noted = ScopedValue[Noted | None](None)
+_noted = ProcessValue[Noted | None](None)
 
 
 def note_loss(roots: Iterable[Root], weight: float) -> None:

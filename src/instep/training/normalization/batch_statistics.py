@@ -17,6 +17,7 @@ from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.compiler import disable_compile
 from instep.process.torch_private.modules import BatchNorm, InstanceNorm
 from instep.training import forward_calls
@@ -26,7 +27,7 @@ from instep.training.normalization import batchnorm
 
 statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of which rows a normalising layer takes the statistics, by its parameters and buffers."""
-_has_warned = False
+_has_warned = ProcessValue(False)
 
 
 def _batch_norm(
@@ -58,10 +59,9 @@ def _batch_norm(
 @disable_compile
 def _look_at_other(x: Tensor) -> None:
     """Warn once if this rank's share of a batch is in the statistics of a model in no replica."""
-    global _has_warned
-    if _has_warned or get_transport().size == 1 or not may_be_share(x):
+    if _has_warned.value or get_transport().size == 1 or not may_be_share(x):
         return
-    _has_warned = True
+    _has_warned.value = True
     warn_at_script_line(
         "a model that is no replica is called in training mode with this rank's share of a batch: "
         "its batch statistics stay this rank's own. Call instep.replicate(model) before, as for "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.errors import TrainingError
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.training.buckets.reducer import partial_sums, reducer_of
 from instep.training.drift.optimizers import parameters_of
 from instep.training.drift.step_gradients import GradientCheck
@@ -76,7 +76,7 @@ def shard_optimizer(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_copied)
 
 
-_shares_memory = ScopedValue(False)
+_shares_memory = ProcessValue(False)
 
 
 def sharing_memory() -> AbstractContextManager[bool]:

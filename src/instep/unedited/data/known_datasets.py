@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.distributed.communication.transport import get_transport
 from instep.process import print_line
+from instep.process.process_value import ProcessValue
 from instep.unedited.data.dataset_state import Variable
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.row_loading import SampleEffects
@@ -35,7 +36,7 @@ class KnownDataset:
 
 
 _known = WeakIdKeyDictionary()
-_has_mentioned_draws = False
+_has_mentioned_draws = ProcessValue(False)
 
 
 def all_known() -> list[KnownDataset]:
@@ -65,14 +66,13 @@ def warn_of(loader: DataLoader[Any], line: str) -> None:
 
 def announce_draws(dataset: object) -> None:
     """Print a line on rank 0, once in a job."""
-    global _has_mentioned_draws
-    if not _has_mentioned_draws and get_transport().rank == 0:
+    if not _has_mentioned_draws.value and get_transport().rank == 0:
         name = _class_name(dataset)
         print_line(
             f"{name} draws random numbers in its samples. They are the same for every N, but not "
             "those of plain Python (--load whole keeps those)."
         )
-    _has_mentioned_draws = True
+    _has_mentioned_draws.value = True
 
 
 def _class_name(dataset: object) -> str:

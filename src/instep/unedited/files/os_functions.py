@@ -15,6 +15,7 @@ from typing import Any
 
 from instep.process.patching import Function, replaced
 from instep.process.pending_writes import opens_to_write
+from instep.process.process_value import ProcessValue
 from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
@@ -22,24 +23,24 @@ from instep.unedited.files.paths import PassthroughFiles, script_paths_in_errors
 _real_open = os.open
 """As it is before it is replaced."""
 PASSTHROUGH = PassthroughFiles()
-_current: list[PassthroughFiles] = [PASSTHROUGH]
+_current = ProcessValue(PASSTHROUGH)
 
 
 def set_files(files: PassthroughFiles | None) -> None:
     """Let file calls of this process go through `files`; None: let them act as without instep."""
-    _current[:] = [files or PASSTHROUGH]
+    _current.value = files or PASSTHROUGH
 
 
 def current_files() -> PassthroughFiles:
     """The argument of the latest `set_files`; PASSTHROUGH for None."""
-    return _current[0]
+    return _current.value
 
 
 def files_for(*paths: object) -> PassthroughFiles:
     """The files through which a call with these paths goes."""
     if is_bypassed() or any(isinstance(path, int) for path in paths):
         return PASSTHROUGH
-    return _current[0]
+    return _current.value
 
 
 # -------------------------------------------------------------------- paths relative to `dir_fd`

@@ -20,7 +20,7 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.numbers import on_all_ranks
 from instep.process import in_main_thread, settings
 from instep.process.patching import Function
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.tensors import foreach_add_
 from instep.training.drift.step_gradients import GradientCheck
 from instep.training.optimizer_shards.host_copy import HostCopy, are_many
@@ -67,7 +67,7 @@ class StepCounts:
 
 
 step_counts = StepCounts()
-_is_paused = ScopedValue(False)
+_is_paused = ProcessValue(False)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from instep.process import PACKAGE_FOLDER, frames_from, is_installed, is_stdlib
 from instep.process.patching import Function
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.loaders import end_loader_workers
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
@@ -43,12 +44,12 @@ class SharedCommands:
     """Process ids of those that run."""
 
 
-_sharing: list[SharedCommands] = []
+_sharing = ProcessValue["SharedCommands | None"](None)
 
 
 def set_sharing(sharing: SharedCommands | None) -> None:
     """Start commands on rank 0 only; None: on every rank that asks for them."""
-    _sharing[:] = [] if sharing is None else [sharing]
+    _sharing.value = sharing
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def shared_command(
     Each rank runs its own where ranks do different work, and if an installed library asks. Threads
     other than the main one have no common order, so there commands are matched by their texts.
     """
-    if not _sharing or not _sharing[0].relay.is_replicated() or _called_by_library():
+    sharing = _sharing.value
+    if sharing is None or not sharing.relay.is_replicated() or _called_by_library():
         return None
-    relay, change = _sharing[0].relay, _sharing[0].change
+    relay, change = sharing.relay, sharing.change
     in_main = relay.is_ordered()
     text = repr(command)
     if directory is not None:
@@ -156,19 +158,19 @@ def posix_spawn(original: Function, path: Any, argv: Any, *args: Any, **kwargs: 
 
 def add_pid(pid: int) -> int:
     """Remember that rank 0 has started this process for all ranks."""
-    for sharing in _sharing:
-        sharing.pids.add(pid)
+    if _sharing.value is not None:
+        _sharing.value.pids.add(pid)
     return pid
 
 
 def remove_pid(pid: int) -> None:
     """Forget a process that has ended: its id may become that of another one."""
-    for sharing in _sharing:
-        sharing.pids.discard(pid)
+    if _sharing.value is not None:
+        _sharing.value.pids.discard(pid)
 
 
 def _is_shared(pid: int) -> bool:
-    return any(pid in sharing.pids for sharing in _sharing)
+    return _sharing.value is not None and pid in _sharing.value.pids
 
 
 def waitpid(original: Function, pid: int, options: int) -> Any:
@@ -328,7 +330,8 @@ def spawn_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
     layers = os_functions.current_files().layers
-    return data | {"instep": _InstallFiles(layers)} if _sharing and layers else data
+    is_shared = _sharing.value is not None and layers
+    return data | {"instep": _InstallFiles(layers)} if is_shared else data
 
 
 class _InstallFiles:
@@ -338,4 +341,5 @@ class _InstallFiles:
         self._layers = tuple(layers)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _sharing[0].install_files, self._layers
+        assert _sharing.value is not None
+        return _sharing.value.install_files, self._layers

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from instep.distributed.communication.rank_local import is_rank_local
+from instep.distributed.communication.rank_local import is_forked, is_rank_local
 from instep.distributed.watchdog.signals import script_handlers
 from instep.process import in_main_thread
 from instep.process.patching import Function
+from instep.process.process_value import ProcessValue
 from instep.unedited.processes import children
 
 
@@ -24,20 +25,13 @@ class EndingRanks(Protocol):
         """Let the other ranks end: only rank 0 becomes another program. Collective."""
 
 
-class _OwnRanks(NamedTuple):
-    ranks: EndingRanks
-    process: int
-    """The id of the process that is one of them."""
-
-
-_own: _OwnRanks | None = None
+_ranks = ProcessValue[EndingRanks | None](None)
 _DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 
 
 def set_ranks(ranks: EndingRanks | None) -> None:
     """Let these ranks end together; None: each for itself."""
-    global _own
-    _own = None if ranks is None else _OwnRanks(ranks, os.getpid())
+    _ranks.value = ranks
 
 
 def exit_now(original: Function, status: int) -> Any:
@@ -73,6 +67,6 @@ def execute(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 def _own_ranks(*, in_any_thread: bool = False) -> EndingRanks | None:
     """The ranks, if this is one of them, in its main thread, and no process that it has forked."""
-    if _own is None or os.getpid() != _own.process:
+    if is_forked():
         return None
-    return _own.ranks if in_any_thread or in_main_thread() else None
+    return _ranks.value if in_any_thread or in_main_thread() else None

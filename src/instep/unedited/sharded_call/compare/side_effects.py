@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from instep.process.patching import Function, replaced
 from instep.process.pending_writes import marked_file, opens_to_write
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.autograd import HOOKED_NODE
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
@@ -114,7 +114,7 @@ class SideEffects:
             raise ShardedCallError(text)
 
 
-_current: ScopedValue[SideEffects | None] = ScopedValue(None)
+_current: ProcessValue[SideEffects | None] = ProcessValue(None)
 """Where those of the forward under way are noted; None: nowhere."""
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from instep.distributed.watchdog.signals.rank_signals import is_of_handler
 from instep.process import PACKAGE_FOLDER, frames_from, is_script_file
 from instep.process.patching import replaced
-from instep.process.scoped_value import ScopedValue
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.compiler import skip_frame
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 
@@ -208,7 +208,7 @@ class ForwardTrace:
 
 skip_frame(ForwardTrace.enter)  # else torch.compile takes it up in what the script compiles
 
-_current = ScopedValue[ForwardTrace | None](None)
+_current = ProcessValue[ForwardTrace | None](None)
 
 
 def begin_forward() -> None:

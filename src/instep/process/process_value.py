@@ -1,4 +1,4 @@
-"""A value that is another one for a while."""
+"""A value of this process: what is current or installed in it, and what has happened."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class ScopedValue(Generic[T]):
-    """A value of this process that `set_to` replaces while a block runs."""
+class ProcessValue(Generic[T]):
+    """A value of this process, which functions of its module set by `value`, or for a while by
+    `set_to`."""
 
     def __init__(self, value: T) -> None:
         self.value = value
