@@ -27,6 +27,7 @@ _MEND = (
     "mean.compute()"
 )
 
+_HAPPENS = "from N = 2 on, the result differs by rank, and from that of one process"
 _ALIKE = "the means of all ranks count alike, whatever their rows: not the mean of one process"
 
 
@@ -70,21 +71,31 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     print(accuracy.compute())
     ```
     """
-    happens = "from N = 2 on, the result differs by rank, and from that of one process"
-    divided: set[object] = set()
+    quotients = list(_quotients(info))
+    for name, count, place in quotients:
+        yield Hit(place, f"{name} and {count} count this rank's rows", _HAPPENS, _MEND)
+    divided = {(info.script.function_of(place), name) for name, _, place in quotients}
+    for name, choice in _choices_by_sums(info):
+        if (info.script.function_of(choice), name) not in divided:
+            test = info.script.source(choice.test)
+            yield Hit(choice, f"{test} decides by {name} of this rank's rows", _HAPPENS, _MEND)
+    yield from _kept_values(info)
+    yield from _reads_on_some_ranks(info)
+
+
+def _quotients(info: ScriptInfo) -> Iterator[tuple[str, str, ast.AST]]:
+    """Sums over this rank's rows divided by their count: the names of both, and the place."""
     for numerator, denominator, place in counting.divisions(info):
         name, count = counting.count_name(numerator), _own_count(info, denominator, place)
         if name is None or count is None or name == count:
             continue
-        if counting.is_reduced_nearby(info, place):
-            continue
-        if any(counting.sharded_loaders_of(info, place, name)):
-            divided.add((info.script.function_of(place), name))
-            yield Hit(place, f"{name} and {count} count this rank's rows", happens, _MEND)
-    for name, choice in _choices_by_sums(info):
-        if (info.script.function_of(choice), name) not in divided:
-            test = info.script.source(choice.test)
-            yield Hit(choice, f"{test} decides by {name} of this rank's rows", happens, _MEND)
+        loaders = counting.sharded_loaders_of(info, place, name)
+        if not counting.is_reduced_nearby(info, place) and any(loaders):
+            yield name, count, place
+
+
+def _kept_values(info: ScriptInfo) -> Iterator[Hit]:
+    """The first use of each list or meter of this rank's values in a function, one a statement."""
     seen: set[object] = set()
     for name, place in _uses_of_kept_values(info):
         known = {(info.script.function_of(place), name), info.script.statement_of(place)}
@@ -93,13 +104,16 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
             if _is_reduced_by_its_class(info, place):
                 yield Hit(place, f"{name} averages the ranks' means of their rows", _ALIKE, mend)
             else:
-                yield Hit(place, f"{name} holds values of this rank's rows", happens, mend)
+                yield Hit(place, f"{name} holds values of this rank's rows", _HAPPENS, mend)
         seen |= known
+
+
+def _reads_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
+    """Loops over instep.shard(…) that one rank alone runs, in no single_process_scope."""
     for loop in info.script.all(ast.For):
-        if counting.sharded_loader(info, loop.iter) is None:
-            continue
+        is_sharded = counting.sharded_loader(info, loop.iter) is not None
         guard = info.guards.effective_guard(loop)
-        if guard is not None and not guard.is_scope:
+        if is_sharded and guard is not None and not guard.is_scope:
             source = info.script.source(loop.iter)
             yield Hit(
                 loop,
