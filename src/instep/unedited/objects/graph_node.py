@@ -7,14 +7,14 @@ import io
 import types
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue as ProcessQueue
 from operator import is_
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -79,33 +79,9 @@ class GraphNode:
         if self.names:
             space = value if isinstance(value, dict) else vars(value)
             return {name: space[name] for name in self.names if name in space}
-        if isinstance(value, nn.Module):
-            tables = _tables_of(value)
-            return {k: v for k, v in value.__dict__.items() if k not in tables}
-        if isinstance(value, dict):
-            if type(value) in _DICTS:
-                return dict(value) if value else _NOTHING
-            return dict(_base_of(value).items(value))
-        if isinstance(value, list | tuple | deque):
-            return items_of(value)
-        if isinstance(value, set | frozenset):
-            return set(items_of(value))
-        if isinstance(value, np.ndarray):
-            return _entries_of(value) if value.dtype.hasobject else value.copy()
-        if isinstance(value, bytearray | array):
-            return _numbers_in(value)
-        if isinstance(value, types.CellType):
-            return [] if is_empty_cell(value) else [value.cell_contents]
-        if isinstance(value, ContextVar):
-            return [_value_of(value)]
-        if isinstance(value, partial):
-            return [value.func, value.args, value.keywords]
-        if isinstance(value, type):
-            return {k: v for k, v in vars(value).items() if not k.startswith("__")}
-        if isinstance(value, WITH_INNER_VALUES):
-            return inner_values(value)
-        if isinstance(value, BaseException):
-            return attributes_of(value) | {"args": value.args}
+        kind = _kind_of(value)
+        if kind is not None:
+            return kind.read(value)
         state = _state_of(value)
         return attributes_of(value) if state is None else state
 
@@ -117,37 +93,14 @@ class GraphNode:
         now = self.read()
         if is_same(now, kept):
             return
+        kind = _kind_of(value)
         if isinstance(value, type):
             for name in kept.keys() | now.keys():
                 _set_or_delete(value, name, kept.get(name, _ABSENT))
         elif self.names or (isinstance(kept, dict) and not isinstance(value, dict)):
             self._restore_names(kept, now)
-        elif isinstance(value, dict):
-            base = _base_of(value)
-            base.clear(value)
-            for key, each in kept.items():
-                base.__setitem__(value, key, each)
-        elif isinstance(value, list):
-            list.__setitem__(value, slice(None), kept)
-        elif isinstance(value, deque):
-            deque.clear(value)
-            deque.extend(value, kept)
-        elif isinstance(value, set):
-            set.clear(value)
-            set.update(value, kept)
-        elif isinstance(value, np.ndarray):
-            if value.dtype.hasobject:
-                _set_entries(value, iter(kept))
-            else:
-                value[...] = kept
-        elif isinstance(value, bytearray):
-            value[:] = kept.tobytes()
-        elif isinstance(value, array):
-            value[:] = array(value.typecode, kept.tobytes())
-        elif isinstance(value, types.CellType):
-            _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
-        elif isinstance(value, ContextVar):
-            value.set(kept[0])
+        elif kind is not None and kind.write is not None:
+            kind.write(value, kept)
         elif is_generator(value):
             set_state(value, self.state)
 
@@ -163,17 +116,109 @@ class GraphNode:
                 object.__setattr__(self.value, name, each)
 
 
-def _value_of(variable: ContextVar[Any]) -> Any:
-    """Its value here, or its default; None if it has neither."""
-    try:
-        return variable.get()
-    except LookupError:
-        return None
+class _ObjectKind(NamedTuple):
+    """How what objects of some types contain is read, and set back."""
+
+    types: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object] | None = None
+    """Called with the object and what was read; None: nothing but its attributes changes."""
+
+
+def _kind_of(value: Any) -> _ObjectKind | None:
+    """That of an object; None: it contains its attributes, or has a state."""
+    for kind in _KINDS:
+        if isinstance(value, kind.types):
+            return kind
+    return None
+
+
+def _read_module(module: nn.Module) -> dict[str, Any]:
+    tables = _tables_of(module)
+    return {k: v for k, v in module.__dict__.items() if k not in tables}
+
+
+def _read_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    if type(value) in _DICTS:
+        return dict(value) if value else _NOTHING
+    return dict(_base_of(value).items(value))
+
+
+def _write_dict(value: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    base = _base_of(value)
+    base.clear(value)
+    for key, each in kept.items():
+        base.__setitem__(value, key, each)
 
 
 def _base_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
     """Python's own class of dicts that it belongs to: a subclass may forbid methods."""
     return next(base for base in _DICTS if isinstance(value, base))
+
+
+def _write_list(value: list[Any], kept: list[Any]) -> None:
+    list.__setitem__(value, slice(None), kept)
+
+
+def _write_deque(value: deque[Any], kept: list[Any]) -> None:
+    deque.clear(value)
+    deque.extend(value, kept)
+
+
+def _read_set(value: set[Any] | frozenset[Any]) -> set[Any]:
+    return set(items_of(value))
+
+
+def _write_set(value: set[Any], kept: set[Any]) -> None:
+    set.clear(value)
+    set.update(value, kept)
+
+
+def _read_ndarray(value: np.ndarray[Any, Any]) -> Any:
+    return _entries_of(value) if value.dtype.hasobject else value.copy()
+
+
+def _write_ndarray(value: np.ndarray[Any, Any], kept: Any) -> None:
+    if value.dtype.hasobject:
+        _set_entries(value, iter(kept))
+    else:
+        value[...] = kept
+
+
+def _write_bytes(value: bytearray, kept: np.ndarray[Any, Any]) -> None:
+    value[:] = kept.tobytes()
+
+
+def _write_array(value: array[Any], kept: np.ndarray[Any, Any]) -> None:
+    value[:] = array(value.typecode, kept.tobytes())
+
+
+def _read_cell(cell: types.CellType) -> list[Any]:
+    return [] if is_empty_cell(cell) else [cell.cell_contents]
+
+
+def _write_cell(cell: types.CellType, kept: list[Any]) -> None:
+    _set_or_delete(cell, "cell_contents", kept[0] if kept else _ABSENT)
+
+
+def _read_context_variable(variable: ContextVar[Any]) -> list[Any]:
+    """Its value here, or its default; None if it has neither."""
+    try:
+        return [variable.get()]
+    except LookupError:
+        return [None]
+
+
+def _write_context_variable(variable: ContextVar[Any], kept: list[Any]) -> None:
+    variable.set(kept[0])
+
+
+def _read_class(value: type) -> dict[str, Any]:
+    return {k: v for k, v in vars(value).items() if not k.startswith("__")}
+
+
+def _read_exception(value: BaseException) -> dict[str, Any]:
+    return attributes_of(value) | {"args": value.args}
 
 
 def _set_or_delete(owner: Any, name: str, value: Any) -> None:
@@ -214,15 +259,36 @@ def _set_entries(array: np.ndarray[Any, Any], entries: Iterator[Any]) -> None:
         array[...] = np.frombuffer(next(entries), array.dtype).reshape(array.shape)
 
 
+def _numbers_in(value: bytearray | array[Any]) -> np.ndarray[Any, Any]:
+    code = value.typecode if isinstance(value, array) else "B"
+    return np.frombuffer(bytes(value), code if code in "bBhHiIlLqQfd" else np.uint8)
+
+
+_KINDS = (
+    _ObjectKind(nn.Module, _read_module),
+    _ObjectKind(dict, _read_dict, _write_dict),
+    _ObjectKind(list, items_of, _write_list),
+    _ObjectKind(tuple, items_of),
+    _ObjectKind(deque, items_of, _write_deque),
+    _ObjectKind(set, _read_set, _write_set),
+    _ObjectKind(frozenset, _read_set),
+    _ObjectKind(np.ndarray, _read_ndarray, _write_ndarray),
+    _ObjectKind(bytearray, _numbers_in, _write_bytes),
+    _ObjectKind(array, _numbers_in, _write_array),
+    _ObjectKind(types.CellType, _read_cell, _write_cell),
+    _ObjectKind(ContextVar, _read_context_variable, _write_context_variable),
+    _ObjectKind(partial, lambda value: [value.func, value.args, value.keywords]),
+    _ObjectKind(type, _read_class),
+    _ObjectKind(WITH_INNER_VALUES, inner_values),
+    _ObjectKind(BaseException, _read_exception),
+)
+"""The first that fits counts."""
+
+
 def is_lasting(value: Any) -> bool:
     """Whether nothing sets this object back: an iterator, a file, a queue of which another thread
     may take something."""
     return is_iterator(value) or isinstance(value, io.IOBase | SimpleQueue)
-
-
-def _numbers_in(value: bytearray | array[Any]) -> np.ndarray[Any, Any]:
-    code = value.typecode if isinstance(value, array) else "B"
-    return np.frombuffer(bytes(value), code if code in "bBhHiIlLqQfd" else np.uint8)
 
 
 def _state_of(value: Any) -> str | bytes | None:
