@@ -494,7 +494,7 @@ def test_a_rank_that_cannot_read_gets_the_state_of_rank_0(tmp_path):
 def hold(folder):
     checkpoint = instep.Checkpoint(folder, model=nn.Linear(1, 1))
     with pytest.raises(FolderInUseError, match=rf"process {os.getpid()} on ") as raised:
-        FolderLock(Path(folder), patience=0)
+        FolderLock(Path(folder), timeout=0)
     child = os.fork()
     if not child:  # a worker of a loader that outlives its rank
         signal.pause()
@@ -520,7 +520,7 @@ def let_go(folder):
         instep.Checkpoint(folder, model=nn.Linear(1, 1)).save()
         gc.collect()
         with pytest.raises(FolderInUseError):
-            FolderLock(Path(folder), patience=0)
+            FolderLock(Path(folder), timeout=0)
         may_write.set()
         second = instep.Checkpoint(folder, model=nn.Linear(1, 1))  # waits for the first one's write
     assert second.resume()

@@ -726,7 +726,7 @@ def test_who_waits_in_vain(waiting: dict[int, dict[str, object]], expected: list
         (3, "exited with code 3", 3),
         (-9, "was killed by SIGKILL", 137),
         (-63, "was killed by signal 63", 191),
-        (None, "ended without a word (killed, or by os._exit)", 1),
+        (None, "ended and reported nothing (killed, or by os._exit)", 1),
     ],
 )
 def test_how_a_rank_ended(code: int | None, said: str, shell: int) -> None:

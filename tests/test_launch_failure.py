@@ -152,7 +152,7 @@ import ctypes, os
 import torch
 from instep.unedited.processes import failure_reports
 
-failure_reports.PATIENCE = 0.01
+failure_reports.WAIT_SECONDS = 0.01
 announce = failure_reports.client.announce_failure
 class Announced:
     "Tells the test when rank 1 has looked often enough whether rank 0 waits."

@@ -113,7 +113,7 @@ def test_rank_0_goes_on_when_the_others_have_applied_its_files() -> None:
 
 
 def test_rank_0_does_not_wait_for_others_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.unedited.rank0_relay.PATIENCE", 0.0)
+    monkeypatch.setattr("instep.unedited.rank0_relay.WAIT_SECONDS", 0.0)
     relay, sync = Relay(dist.HashStore(), 0, SIZE), Sync()
     monkeypatch.setattr(sync, "capture", lambda: pytest.fail("there are no others"))
     relay.before_waiting = relay.close
@@ -126,7 +126,7 @@ def test_a_rank_waits_as_long_as_it_takes_rank_0(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(settings, "timeout", lambda: timedelta(0))
 
     def body(relay: Relay, rank: int) -> int:
-        relay.is_patient = True
+        relay.has_timeout = False
         if rank == 0:
             relay._wait([f"1/here{other}" for other in range(1, SIZE)], None)
         return relay.run_on_rank0("steps", lambda: 5)

@@ -451,7 +451,7 @@ import subprocess, sys
 import torch
 # Rank 1 reports its failure soon, though rank 0 waits for its input and does not end.
 failure_reports = sys.modules["instep.unedited.processes.failure_reports"]
-failure_reports.PATIENCE, failure_reports.LONGEST_PATIENCE = 0.1, 600.0
+failure_reports.WAIT_SECONDS, failure_reports.LONGEST_WAIT_SECONDS = 0.1, 600.0
 model = torch.nn.Linear(2, 2)
 model(torch.ones(4, 2)).sum().backward()
 print("ready", flush=True)

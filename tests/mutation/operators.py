@@ -75,7 +75,6 @@ UNSEEN_CONSTANTS = {
     "_MOMENT": "how often one looks",
     "_FIRST": "how often one looks",
     "_LONGEST": "how often one looks",
-    "PATIENCE": "how long one waits for what never comes",
     "_ALIGNMENT": "cache lines: a matter of speed",
     "_REMEMBERED": "a cap on memory; one more is as good",
     "_MAX_BLOCKS": "a cap on memory; one more is as good",

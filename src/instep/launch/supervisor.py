@@ -60,7 +60,7 @@ class Supervisor:
         """The last signal that the ranks got to end them."""
         self._deadline = float("inf")
         self._notice_time = time.monotonic() + _SLOW_START * int(settings.ARRIVAL_NOTICE)
-        self._patient_until = 0.0
+        self._writes_until = 0.0
         """Until this time ranks that are writing a file get no signal."""
         self._exits_until = 0.0
         """Until this time ranks that have failed are not killed."""
@@ -104,7 +104,7 @@ class Supervisor:
         """Whether the next step waits because a rank is writing a file, or that of KILL because a
         rank has failed and is exiting."""
         now = time.monotonic()
-        waits = now < self._patient_until and any(rank.has_pending_file() for rank in self._ranks)
+        waits = now < self._writes_until and any(rank.has_pending_file() for rank in self._ranks)
         if self._steps == [KILL] and now < self._exits_until:
             waits |= any(rank.is_exiting() for rank in self._ranks)
         if waits:
@@ -189,7 +189,7 @@ class Supervisor:
         if self._steps is None:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:
-                self._patient_until = time.monotonic() + pending_writes.WAIT_LIMIT
+                self._writes_until = time.monotonic() + pending_writes.WAIT_LIMIT
                 self._exits_until = time.monotonic() + EXIT_SECONDS
             self.connections.broadcast(why)
             self._next_step()

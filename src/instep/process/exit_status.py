@@ -16,7 +16,7 @@ queued again: EX_TEMPFAIL of sysexits.h."""
 def describe_exit(code: int | None) -> str:
     """An exit code, -n for signal n, as a predicate. None: the code is not known."""
     if code is None:
-        return "ended without a word (killed, or by os._exit)"
+        return "ended and reported nothing (killed, or by os._exit)"
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 

@@ -198,7 +198,7 @@ class MultiRankSession:
     def tell(self, verdict: Callable[[], str]) -> str:
         """As ScriptRanks has it."""
         channel = self._relay.channel("one process")
-        channel.is_patient = True
+        channel.has_timeout = False
         try:
             return channel.run_on_rank0("steps of rank 0", verdict)
         except RuntimeError:  # rank 0, which keeps the store, has ended: by os._exit, say

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 0.0005, 0.05
 """Seconds between two looks at the store: they double from the first to the longest."""
-PATIENCE = 60.0
-"""Seconds that rank 0 waits for the others before it changes what they may still look at."""
+WAIT_SECONDS = 60.0
+"""For which rank 0 waits for the others before it changes what they may still look at."""
 MESSAGE_BYTES = 1 << 20
 """The size of one message; the store refuses messages above 8 MiB."""
 
@@ -55,8 +55,8 @@ class Relay:
         self._channels: dict[str, Relay] = {}
         self.before_waiting: Callable[[], None] = lambda: None
         """Called on rank 0, in an operation for which it waits for the others."""
-        self.is_patient = False
-        """Whether the other ranks wait without a limit for rank 0 to come to an operation."""
+        self.has_timeout = True
+        """Whether the other ranks wait only INSTEP_TIMEOUT for rank 0 to come to an operation."""
 
     def close(self) -> None:
         """Release the store: from now on every rank does everything by itself."""
@@ -162,7 +162,7 @@ class Relay:
         return value
 
     def _wait_for_others(self, step: str) -> None:
-        self._wait([f"{step}here{rank}" for rank in range(1, self._size)], PATIENCE)
+        self._wait([f"{step}here{rank}" for rank in range(1, self._size)], WAIT_SECONDS)
 
     def _send(self, step: str, message: bytes, sync: FileSync | None) -> None:
         if sync is None:
@@ -170,7 +170,7 @@ class Relay:
             return
         self._wait_for_others(step)
         self._send_parts(step, pickle.dumps((message, True, sync.capture())))
-        if self._wait([f"{step}applied"], PATIENCE):
+        if self._wait([f"{step}applied"], WAIT_SECONDS):
             self._store.delete_key(f"{step}applied")
 
     def _send_parts(self, step: str, message: bytes) -> None:
@@ -208,7 +208,7 @@ class Relay:
 
     def _check_operation(self, key: str, name: str, detail: str) -> None:
         seconds = settings.timeout().total_seconds()
-        if not self._wait([key], None if self.is_patient else seconds):
+        if not self._wait([key], seconds if self.has_timeout else None):
             raise CollectiveTimeoutError(["rank 0"], name, seconds)
         name0, _, detail0 = self._store.get(key).decode().partition("\0")
         if name0 != name:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _os_read = os.read
 _MAX_WARNINGS = 1000
 """Of more different ones, or of one that is shown more often, rank 0 shows its own."""
-_PATIENCE, _FEW = 0.25, 16
+_WAIT_SECONDS, _FEW = 0.25, 16
 """Seconds that a rank other than 0 waits whether rank 0 warns of the same, with the first few."""
 _WARNINGS = frozenset({"warnings", "_py_warnings"})
 """The modules of Python that warn; the second from 3.14 on."""
@@ -100,7 +100,7 @@ class StdStreams:
         if max(count, len(self._warnings)) <= _MAX_WARNINGS:
             self._warnings[text] = count
             digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
-            seconds = _PATIENCE if count == 1 and len(self._warnings) <= _FEW else 0
+            seconds = _WAIT_SECONDS if count == 1 and len(self._warnings) <= _FEW else 0
             is_own = self._relay.is_first(f"{digest}.{count}", seconds)
         if is_own and self._rank == 0:
             show_as_usual()

@@ -2,7 +2,7 @@
 
 Any process that reaches a TCPStore's port may set any key: torch's has no password. Here a value
 follows a signature of itself and its key; a value without the right signature is an error. A
-counter (`add`) has none: a foreign process may change it, which causes an error or a wait, but not
+counter (`add`) has none: a stranger may change it, which causes an error or a wait, but not
 a wrong value.
 """
 

@@ -24,8 +24,8 @@ from instep.process.exit_status import (
 
 DETECTION_DELAY = 0.5
 """Seconds. A death is seen later than it happens (a busy host takes time to free the memory of a
-process), and a peer may have complained in between: a rank that vanished without a word is taken to
-have failed this much before it was seen to."""
+process), and a peer may have complained in between: a rank that ended and reported nothing is taken
+to have failed this much before it was seen to."""
 
 
 @dataclass(frozen=True)

@@ -368,7 +368,7 @@ class Checkpoint:
         if get_transport().rank == 0:
             print_line(
                 f"saved step {self._step} in {self.folder} on a signal; exit code "
-                f"{REQUEUE} asks for another turn"
+                f"{REQUEUE} asks for the job to be queued again"
             )
         raise SystemExit(REQUEUE)
 

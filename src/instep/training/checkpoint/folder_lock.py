@@ -12,8 +12,8 @@ from time import monotonic, sleep
 
 from instep.training.checkpoint.errors import FolderInUseError
 
-_PATIENCE = 10.0
-"""Seconds in which a rank that was killed may still have the lock: a job that starts again."""
+_WAIT_SECONDS = 10.0
+"""For a rank that was killed and still has the lock: a job that starts again."""
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
@@ -24,10 +24,10 @@ class FolderLock:
     OSError.
     """
 
-    def __init__(self, folder: Path, patience: float = _PATIENCE) -> None:
+    def __init__(self, folder: Path, timeout: float = _WAIT_SECONDS) -> None:
         self._file: int | None = None
         self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        until = monotonic() + patience
+        until = monotonic() + timeout
         while not _lock(self._file):
             if monotonic() > until:
                 holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()

@@ -261,8 +261,8 @@ class _Loop:
         get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
         if self._rank == 0:
             print_line(
-                f"the loop at {self._place} was left {what}; exit code {REQUEUE} asks for another "
-                "turn"
+                f"the loop at {self._place} was left {what}; exit code {REQUEUE} asks for the job "
+                "to be queued again"
             )
         raise SystemExit(REQUEUE)
 

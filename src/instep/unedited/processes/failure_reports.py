@@ -15,11 +15,11 @@ from instep.distributed.watchdog import client
 from instep.process import settings
 from instep.process.failures.tracebacks import root_cause
 
-PATIENCE = 1.5
-"""Seconds. If all ranks fail in the same way, rank 0 has reported it by then, unless it is behind:
+WAIT_SECONDS = 1.5
+"""If all ranks fail in the same way, rank 0 has reported it by then, unless it is behind:
 it alone writes files and prints."""
-LONGEST_PATIENCE = 30.0
-"""Seconds, for a rank 0 that waits for nobody: it may be writing to a slow disk or pipe."""
+LONGEST_WAIT_SECONDS = 30.0
+"""For a rank 0 that waits for nobody: it may be writing to a slow disk or pipe."""
 _POLL = 0.5
 """Seconds between two looks of each rank at rank 0's store."""
 _FAILED, _NEVER = "failed", "never"
@@ -51,7 +51,7 @@ class FailureReports:
 
         If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
         call `alike` and wait for its end. Another rank reports its failure if rank 0 fails in
-        another way, ends, or does neither in PATIENCE seconds and waits for others, or in
+        another way, ends, or does neither in WAIT_SECONDS seconds and waits for others, or in
         `_longest_wait`. Called again, it returns True: that failure is another one.
         """
         if self.has_failed:
@@ -77,7 +77,7 @@ class FailureReports:
         """Whether rank 0 has failed or come to its end, for which this rank waits while rank 0
         waits for nobody. Raises RuntimeError where it is gone, with the store."""
         with suppress(dist.DistStoreError):  # it has taken too long
-            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
+            self._store.wait([_FAILED], timedelta(seconds=WAIT_SECONDS))
             return True
         rank_0_waits = client.announce_failure()
         deadline = monotonic() + longest
@@ -91,4 +91,4 @@ def _longest_wait(error: BaseException | None) -> float:
     """Seconds for which a rank that fails with this waits for a rank 0 that waits for nobody: none
     if rank 0 raises it at the same time or never."""
     differs = error and isinstance(root_cause(error), DisagreementError | AuthenticationError)
-    return 0.0 if differs else LONGEST_PATIENCE
+    return 0.0 if differs else LONGEST_WAIT_SECONDS

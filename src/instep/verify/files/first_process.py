@@ -2,7 +2,7 @@
 
 `python -m instep.verify.files.first_process SOCKET command…` runs the command behind the filter of
 `file_calls`, whose descriptor it sends through the socket with this number. It ends when the
-command has ended and all that this has left, or PATIENCE seconds after the command.
+command has ended and all that this has left, or ORPHAN_SECONDS seconds after the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 from instep.verify.files.file_calls import install_filter
 
-PATIENCE = 5.0
+ORPHAN_SECONDS = 5.0
 _PAUSE = 0.01
 
 
@@ -40,7 +40,7 @@ def main(number: str, *command: str) -> int:
     for number_ in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to the command too
         signal.signal(number_, lambda *_: None)
     code = process.wait()
-    _wait_for_orphans(time.monotonic() + PATIENCE)
+    _wait_for_orphans(time.monotonic() + ORPHAN_SECONDS)
     return code if code >= 0 else 128 - code
 
 
