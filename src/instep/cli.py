@@ -123,16 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
         return _run_here(words, plain)
     try:
-        if name not in COMMANDS:
-            _check_first_word(name, words)
-        parser = _parser(name)
-        ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
-        if name in COMMANDS:
-            _check_values(ours, parser, has_program=bool(theirs) or name not in WITH_PROGRAM)
-        asked = parser.parse_args(ours)
-        code: int = import_module(COMMANDS[name]).run(asked, tuple(theirs))
-        sys.stdout.flush()
-        return code
+        return _run_command(name, words)
     except (LaunchError, VerificationError) as error:
         return _refuse(error)
     except KeyboardInterrupt:  # while it waited for other hosts
@@ -147,6 +138,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return _refuse(f"{limit} open files are too few for this process: raise ulimit -n.")
+
+
+def _run_command(name: str, words: Sequence[str]) -> int:
+    """Run the command of this name. Raises CommandLineError, and what it raises."""
+    if name not in COMMANDS:
+        _check_first_word(name, words)
+    parser = _parser(name)
+    ours, theirs = _split(words, parser) if name in WITH_PROGRAM else (words, ())
+    if name in COMMANDS:
+        _check_values(ours, parser, has_program=bool(theirs) or name not in WITH_PROGRAM)
+    asked = parser.parse_args(ours)
+    code: int = import_module(COMMANDS[name]).run(asked, tuple(theirs))
+    sys.stdout.flush()
+    return code
 
 
 def _check_first_word(word: str, words: Sequence[str]) -> None:

@@ -312,10 +312,8 @@ class DriftCheck:
             if len({*summaries}) == 1:
                 continue
             if len({each and each[:2] for each in summaries}) > 1:
-                if {"other", "own"} & {each.kind for each in summaries if each}:
-                    continue  # its own, on purpose
-                kinds = [f"{x.dtype} {list(x.shape)}" if x else "missing" for x in summaries]
-                raise DriftError.of_option(name + model, group_ranks(kinds), self._since())
+                self._raise_difference_of_forms(name + model, summaries)
+                continue
             compared = tensors[name]
             largest, difference = measure_difference(compared.tensor, self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
@@ -336,6 +334,15 @@ class DriftCheck:
         if rounded:
             error = DriftError.of_tensor(*rounded[0], len(rounded) - 1, is_rounding=True)
             self._warn_once("rounded", f"{error} {_GOES_ON}")
+
+    def _raise_difference_of_forms(
+        self, name: str, summaries: Sequence[_TensorSummary | None]
+    ) -> None:
+        """Raise DriftError of a tensor that has another shape or dtype on some ranks, or is
+        missing there, unless a rank has its own on purpose."""
+        if not {"other", "own"} & {each.kind for each in summaries if each}:
+            kinds = [f"{x.dtype} {list(x.shape)}" if x else "missing" for x in summaries]
+            raise DriftError.of_option(name, group_ranks(kinds), self._since())
 
     def _since(self) -> tuple[int, int]:
         """The last step after which all was the same, and this one."""

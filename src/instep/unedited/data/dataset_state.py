@@ -124,20 +124,26 @@ class DatasetState:
 
         roots = [("", self._dataset), *variables.items()]
         for path, value in walk(roots, follow, _MAX_OBJECTS + len(self._indices)):
-            if isinstance(value, io.TextIOWrapper | io.BufferedWriter):
-                found[path, id(value)] = _position(value)
-                self._lasting.add((path, id(value)))
-            elif isinstance(value, Tensor) and not value.is_inference():
-                found[path, id(value)] = value._version
-                is_sample = path.endswith("]")  # of which there may be many
-                if value.layout is strided and value.nbytes <= _MAX_BYTES and not is_sample:
-                    keep(_keep_tensor, value)
-                else:
-                    self._lasting.add((path, id(value)))
-            elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                found[path, id(value)] = looked_at = _bytes(value, self._indices)
-                keep(partial, _set_bytes, value, looked_at)
+            self._look_at(path, value, found, keep)
         return found
+
+    def _look_at(
+        self, path: str, value: Any, found: dict[tuple[str, int], Any], keep: Keep
+    ) -> None:
+        """Add what is compared of a file, a tensor or an array to what is `found`."""
+        if isinstance(value, io.TextIOWrapper | io.BufferedWriter):
+            found[path, id(value)] = _position(value)
+            self._lasting.add((path, id(value)))
+        elif isinstance(value, Tensor) and not value.is_inference():
+            found[path, id(value)] = value._version
+            is_sample = path.endswith("]")  # of which there may be many
+            if value.layout is strided and value.nbytes <= _MAX_BYTES and not is_sample:
+                keep(_keep_tensor, value)
+            else:
+                self._lasting.add((path, id(value)))
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            found[path, id(value)] = looked_at = _bytes(value, self._indices)
+            keep(partial, _set_bytes, value, looked_at)
 
     def _is_cache(self, path: str, before: _Contents, draws: bool) -> bool:
         """Whether what has got longer is a dict that only `__getitem__` reads, and its new entries
