@@ -64,7 +64,7 @@ def test_drafts_of_any_name_are_removed_after_a_rank_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
 ) -> None:
     marker = tmp_path / "writing"
-    monkeypatch.setattr(pending_writes, "_markers", [marker])
+    monkeypatch.setattr(pending_writes._marker, "value", marker)
     draft = tmp_path / f"{pending_writes.DRAFT_PREFIX}1" / os.fsdecode(name)
     draft.parent.mkdir()
     draft.touch()

@@ -659,7 +659,7 @@ def test_a_child_keeps_the_values_of_its_fork(writes) -> None:
 @ranks(2)
 def test_a_child_makes_steps_of_its_own() -> None:
     with small_copies(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_local, "_rank", os.getpid())  # as in an unedited script
+        patch.setattr(rank_local._process_of_rank, "value", os.getpid())  # as in an unedited script
         common, whole = (Training(OPTIMIZERS["momentum"], whole) for whole in (False, True))
         for training in (common, whole):
             for _ in range(4):
