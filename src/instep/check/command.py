@@ -69,15 +69,7 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     """Check the scripts, print the findings to stdout and return the exit code."""
     parser: argparse.ArgumentParser = arguments.parser
     if arguments.explain is not None:
-        known: dict[str, Rule | RunWarning] = {**RULES, **RUN_WARNINGS}
-        code = arguments.explain.upper().strip("[]")
-        found = known.get(code, known.get(f"INS{code}"))
-        if found is None:
-            parser.error(
-                f"there is no rule {arguments.explain!r}. Each finding and each warning has its "
-                "code, as in INS101"
-            )
-        print(format_page(found), end="")
+        print(_page_of(arguments.explain, parser), end="")
         return CLEAN
     if not arguments.scripts:
         parser.error("no script given: instep check train.py")
@@ -100,6 +92,18 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     if outcome.unreadable:
         return UNREADABLE
     return FOUND if outcome.findings else CLEAN
+
+
+def _page_of(asked: str, parser: argparse.ArgumentParser) -> str:
+    """The page of a rule or a warning, by its code: INS101, 101, or with brackets."""
+    known: dict[str, Rule | RunWarning] = {**RULES, **RUN_WARNINGS}
+    code = asked.upper().strip("[]")
+    found = known.get(code, known.get(f"INS{code}"))
+    if found is None:
+        parser.error(
+            f"there is no rule {asked!r}. Each finding and each warning has its code, as in INS101"
+        )
+    return format_page(found)
 
 
 def _write(path: str, text: str) -> None:

@@ -46,8 +46,19 @@ _KINDS = (
 )
 _NUMBERS = {kind.key: number for number, kind in enumerate(_KINDS)}
 _LATE, _COMM, _ASIDE = range(3)
-_Block = tuple[float, float, int, Event, int, int]
-"""Start, length, kind, event, meeting (-1: none), the rank that came last (-1: nobody is late)."""
+
+
+class _Block(NamedTuple):
+    """What is drawn for an event, or for a part of it."""
+
+    start: float
+    length: float
+    kind: int
+    event: Event
+    collective: int = -1
+    """Its number, equal on all of its ranks; -1: none."""
+    late: int = -1
+    """The rank that came last; -1: nobody is late."""
 
 
 def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes]) -> str:
@@ -79,7 +90,7 @@ def _page_data(events: Sequence[Event], straggler: RankTimes | None) -> dict[str
     for rank in sorted({event["pid"] for event in events}):
         count = 1
         ends = [0.0] * _LANES
-        for start, length, kind, event, meeting, late in blocks.get(rank, ()):
+        for start, length, kind, event, collective, late in blocks.get(rank, ()):
             below = 0
             if kind == _ASIDE:
                 below = next((k for k, stop in enumerate(ends) if stop <= start), _LANES - 1)
@@ -92,7 +103,7 @@ def _page_data(events: Sequence[Event], straggler: RankTimes | None) -> dict[str
                     *(lane + below, round(start, 1), round(length, 1), kind),
                     names.setdefault(event["name"], len(names)),
                     calls.setdefault(of_call.get("call", ""), len(calls)),
-                    *(meeting, late, of_call.get("epoch", -1), of_call.get("step", -1)),
+                    *(collective, late, of_call.get("epoch", -1), of_call.get("step", -1)),
                 ]
             )
         is_late = straggler is not None and straggler.rank == rank
@@ -115,7 +126,7 @@ def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
     for event in events:
         if event["cat"] == "phase":
             kind = _kind_of_phase(event["name"])
-            found.append((event["ts"], event["dur"], kind, event, -1, -1))
+            found.append(_Block(event["ts"], event["dur"], kind, event))
     for number, members in enumerate(group_by_collective(events).values()):
         last = members[-1]
         for event in members:
@@ -123,16 +134,16 @@ def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
             since = max(event["ts"], stop - event["args"]["waited_us"])
             come = min(stop, max(since, last["ts"]))
             if since > event["ts"]:
-                found.append((event["ts"], event["dur"], _ASIDE, event, number, -1))
+                found.append(_Block(event["ts"], event["dur"], _ASIDE, event, number))
             if come > since:
-                found.append((since, come - since, _LATE, event, number, last["pid"]))
+                found.append(_Block(since, come - since, _LATE, event, number, last["pid"]))
             if stop > come:
-                found.append((come, stop - come, _COMM, event, number, -1))
+                found.append(_Block(come, stop - come, _COMM, event, number))
     if len(found) > MOST:
-        found = sorted(found, key=lambda block: -block[1])[:MOST]
+        found = sorted(found, key=lambda block: -block.length)[:MOST]
     blocks: dict[int, list[_Block]] = {}
-    for block in sorted(found, key=lambda block: (block[0], block[2] <= _ASIDE)):
-        blocks.setdefault(block[3]["pid"], []).append(block)
+    for block in sorted(found, key=lambda block: (block.start, block.kind <= _ASIDE)):
+        blocks.setdefault(block.event["pid"], []).append(block)
     return blocks
 
 
