@@ -96,7 +96,7 @@ def test_ranks_of_another_world_are_not_meant(tmp_path):
 def test_a_process_that_ends_while_it_is_looked_at_is_no_rank(monkeypatch):
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    monkeypatch.setattr(local_ranks, "launcher_process", lambda *_: (os.getpid(), ""))
+    monkeypatch.setattr(local_ranks, "find_launcher_process", lambda *_: (os.getpid(), ""))
     monkeypatch.setattr(local_ranks, "children", lambda _: [ended.pid])
     monkeypatch.setattr(local_ranks, "is_alive", lambda _: True)
     assert local_ranks.LocalRanks([0, 1], "RANK", {}).ended() == frozenset()

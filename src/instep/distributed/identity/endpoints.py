@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from instep.distributed.errors import RendezvousError
 from instep.distributed.identity import nodelist
-from instep.distributed.identity.local_ranks import launcher_process
+from instep.distributed.identity.local_ranks import find_launcher_process
 from instep.distributed.identity.world import World, read_number
 from instep.process.errors import LaunchVariablesError
 from instep.process.procfs import namespace
@@ -76,7 +76,7 @@ def mpi_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     """
     if not world.one_host:
         return _allocation_address(environ, world)
-    launcher = launcher_process(environ)
+    launcher = find_launcher_process(environ)
     if launcher is None:
         raise RendezvousError(
             f"{world.source} started {world.size} ranks, but does not say where they meet. "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from instep.distributed.identity import endpoints, nodelist
-from instep.distributed.identity.local_ranks import LocalRanks
+from instep.distributed.identity.local_ranks import LocalRanks, find_launcher_process
 from instep.distributed.identity.world import World, read_number
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
@@ -240,13 +240,8 @@ def launcher_process() -> int | None:
     launcher = _launcher(environ)
     if launcher is None or not launcher.starts_all:
         return None
-    pid = os.getpid()
-    with suppress(OSError):
-        while (pid := read_stat(pid).parent) > 1:
-            found = read_environ(pid)
-            if any(found.get(name) != environ[name] for name in (*launcher.markers, launcher.rank)):
-                return pid
-    return None
+    found = find_launcher_process(environ, *launcher.markers, launcher.rank)
+    return None if found is None or found[0] == 1 else found[0]
 
 
 @cache

@@ -40,7 +40,7 @@ class LocalRanks:
         the environment with which this one was started. `at_once`: all were started together, so
         that one which was never seen will not be started later."""
         self._at_once = at_once
-        found = launcher_process(environ, variable)
+        found = find_launcher_process(environ, variable)
         self._parent = None if found is None else found[0]
         self._ranks, self._variable = frozenset(ranks), variable
         self._rank_of: dict[int, int] = {}
@@ -90,7 +90,7 @@ def is_orphan() -> bool:
     return parent is not None and is_alive(os.getpid()) and not is_alive(parent.pid)
 
 
-def launcher_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
+def find_launcher_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
     """The nearest ancestor that is not of this rank: mpirun, or its helper on this host.
 
     A rank may be started through shells, containers or profilers of its own; all of these have
