@@ -177,7 +177,8 @@ def _init(
     bare = dist.PrefixStore(prefix, joined.store) if prefix else joined.store
     store = bare if joined.key is None else VerifiedStore(bare, joined.key)
     one_host = joined.interface == interfaces.LOOPBACK
-    client.start_watcher(world, store, joined.key, partial(_listener, store, one_host))
+    listen = partial(_listener, store, one_host)
+    client.start_watcher(world, store, joined.key, listen, store_host(store))
     if device.type != "cpu":
         check_devices_differ(store, world, device_name(device), row_of(device.type).title)
     # NCCL's threads read the store once a second as long as the job lasts: not through Python.
@@ -244,7 +245,7 @@ def watch_group() -> None:
     _mention_unused_checkpoint()
     world = current()
     if world.size > 1:
-        client.start_watcher(world, store(), key(), listener)
+        client.start_watcher(world, store(), key(), listener, store_host(store()))
 
 
 def _remember_watched() -> None:

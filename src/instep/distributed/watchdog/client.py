@@ -75,12 +75,15 @@ Listen = Callable[[], tuple[socket.socket, str]]
 """Makes a listening socket; also returns the name of its host for the other ranks."""
 
 
-def start_watcher(world: World, store: dist.Store, key: bytes | None, listen: Listen) -> None:
+def start_watcher(
+    world: World, store: dist.Store, key: bytes | None, listen: Listen, host: str | None
+) -> None:
     """Have this rank watched, in a world of several. Collective.
 
     Rank 0 puts the address of its watcher, the hub, into `store`; the others wait for it. `listen`
     makes the hub's socket. A watcher proves to the hub with `key` that it is of this job, or, where
-    there is none, with a token from the store.
+    there is none, with a token from the store. `host` is the name by which this rank has
+    reached rank 0's host; None where it is not known.
     """
     if str(settings.WATCH) == "off":
         return
@@ -88,7 +91,7 @@ def start_watcher(world: World, store: dist.Store, key: bytes | None, listen: Li
     if previous is not None:
         previous.detach()
         number = previous.number + 1
-    hub = _hub_address(world, store, key, listen, number)
+    hub = _hub_address(world, store, key, listen, number, host)
     _active.value = WatcherClient(world, hub, number)
 
 
@@ -99,13 +102,18 @@ def excepthook() -> Hook | None:
 
 
 def _hub_address(
-    world: World, store: dist.Store, secret: bytes | None, listen: Listen, number: int
+    world: World,
+    store: dist.Store,
+    secret: bytes | None,
+    listen: Listen,
+    number: int,
+    known_host: str | None,
 ) -> dict[str, object]:
     key = f"instep/distributed/watchdog/{number}"
     address: dict[str, object] = {} if secret is None else {"token": derive_key(secret, key).hex()}
     if world.rank != 0:
         address = json.loads(store.get(key)) | address
-        return address | {"hosts": [address.pop("host"), *_store_host(store)]}
+        return address | {"hosts": [address.pop("host"), *filter(None, [known_host])]}
     listener, host = listen()
     published = {"host": host, "port": listener.getsockname()[1]}
     if secret is None:
@@ -113,13 +121,6 @@ def _hub_address(
         published |= address
     store.set(key, json.dumps(published))
     return {"listener": listener} | address
-
-
-def _store_host(store: dist.Store) -> list[str]:
-    """Rank 0's host by the name under which this host reached it, if the store has one."""
-    while (underlying := getattr(store, "underlying_store", None)) is not None:
-        store = underlying
-    return [store.host] if isinstance(store, dist.TCPStore) else []
 
 
 def announce_exit() -> None:

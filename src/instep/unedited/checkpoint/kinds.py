@@ -125,7 +125,7 @@ def kind_of(value: Any) -> Kind:
         return Kind.CLASS if is_of_script(value) and not issubclass(value, Enum) else Kind.END
     if isinstance(value, types.FunctionType):
         return Kind.FUNCTION if is_of_script(value) else Kind.END
-    if isinstance(value, _ENDS) or _is_of_library(type(value)):
+    if isinstance(value, _ENDS) or _is_of_known_library(type(value)):
         return Kind.END
     if isinstance(value, Iterator):
         return Kind.ITERATOR if type(value).__module__ in _WITH_POSITION else Kind.INSTANCE
@@ -133,7 +133,7 @@ def kind_of(value: Any) -> Kind:
     return Kind.INSTANCE if is_instance else Kind.END
 
 
-def _is_of_library(cls: type) -> bool:
+def _is_of_known_library(cls: type) -> bool:
     module = cls.__module__
     is_of_some = module.partition(".")[0] in _LIBRARIES or module.startswith(_PARTS_OF_TORCH)
     return is_of_some and not issubclass(cls, nn.Module)
