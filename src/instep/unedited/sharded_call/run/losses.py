@@ -134,6 +134,8 @@ class _LossCall:
                 local[name] = value
             elif name in _PER_CLASS and value.dim() < output.dim():
                 local[name] = value  # also where there are as many classes as rows
+            elif self._original.__name__ in _ELEMENTWISE and value.dim() < output.dim():
+                return None  # it is broadcast over the rows
             elif value.dim() and value.shape[0] == output.shape[0]:
                 (local[name],) = scatter_to_region(value, [output.block], 0, output.group)
             else:
@@ -156,6 +158,13 @@ class _LossCall:
 
 _PER_CLASS = ("weight", "pos_weight")
 """Arguments that may be one number for each class."""
+
+_ELEMENTWISE = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
+    *("hinge_embedding_loss", "margin_ranking_loss"),
+)
+"""Losses with one number for each element of tensors that broadcast."""
 
 _ONE_PER_ROW = ("triplet_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss")
 """Losses with one number for each row of tensors of one shape; others have one per element."""

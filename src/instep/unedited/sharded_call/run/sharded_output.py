@@ -103,7 +103,11 @@ class ShardedOutput(Tensor):
         if self.full is None and not in_main_thread():
             return self._full_in_thread()
         changed = self.changed_rows()
-        with torch.set_grad_enabled(self.requires_grad):
+        # A script may look at it in inference mode before it computes its loss.
+        with (
+            torch.inference_mode(torch.is_inference(self.local)),
+            torch.set_grad_enabled(self.requires_grad),
+        ):
             if changed is not None and (
                 self.full is None or changed.data_ptr() != self.full.data_ptr()
             ):
@@ -211,7 +215,8 @@ _DESCRIBING = frozenset(
 
 def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> ShardedOutput | None:
     """An output's rows in another shape; None if they would not remain each rank's own."""
-    if not output.is_on_ranks():
+    is_only_looked_at = torch.is_inference_mode_enabled() and not output.local.is_inference()
+    if is_only_looked_at or not output.is_on_ranks():
         return None
     block = output.block
     with DisableTorchFunctionSubclass():
