@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,12 @@ class Slotted:
     __slots__ = ("mix",)
 
     def __init__(self, mix: float) -> None:
+        self.mix = mix
+
+
+class Other(nn.Module):
+    def __init__(self, mix: float) -> None:
+        super().__init__()
         self.mix = mix
 
 
@@ -89,6 +96,26 @@ VALUES: dict[str, tuple[Function, Any, Any]] = {
         lambda x, o: mixing(x, o.weights["mean"]),
         Options(weights={"mean": 0.0}),
         Options(weights={"mean": 0.5}),
+    ),
+    "an object in an object": (
+        lambda x, o: mixing(x, o.model.mix),
+        Options(model=Options(mix=0.0)),
+        Options(model=Options(mix=0.5)),
+    ),
+    "another module": (
+        lambda x, other: mixing(x, other.mix),
+        Other(0.0),
+        Other(0.5),
+    ),
+    "a tensor of weights": (
+        lambda x, weights: weights[0] * x + weights[1] * x.mean(0),
+        torch.tensor([1.0, 0.0, 0.0]),
+        torch.tensor([1.0, 0.5, 0.0]),
+    ),
+    "an array of weights": (
+        lambda x, weights: weights[0] * x + weights[1] * x.mean(0),
+        np.array([1.0, 0.0, 0.0]),
+        np.array([1.0, 0.5, 0.0]),
     ),
     "a set": (lambda x, names: mixing(x, "mean" in names), frozenset(), frozenset({"mean"})),
     "a range": (lambda x, places: mixing(x, 1 in places), range(1), range(2)),
@@ -287,9 +314,9 @@ def test_a_number_that_depends_on_the_rows_is_that_of_the_batch_where_nobody_wat
 
 @ranks(2)
 def test_the_numbers_of_calls_that_are_no_other_cost_no_comparison() -> None:
-    model, x = With(mixing).double(), rows()
+    model, x = With(lambda x, *_: x).double(), rows()
     with sharding():
         for _ in range(CALLS):
-            model(x, torch.zeros(1))
+            model(x, torch.zeros(1), torch.ones(3), [0.5] * 8, Options(mix=0.5), {1, 2})
     [entry] = _plans[model].entries
     assert (entry.last_compared, modules.call_counts.whole) == (1, 0)

@@ -144,3 +144,22 @@ def test_a_target_that_is_broadcast_over_the_rows_is_no_target_of_rows(
             for _ in range(3):
                 torch.testing.assert_close(loss(model(x), target), expected)
     assert modules.call_counts.sharded == 3
+
+
+@ranks(2)
+def test_a_hook_on_an_output_that_couples_rows_is_differentiated_again() -> None:
+    model, x = ReturningBoth().double(), torch.randn(8, 6).double().requires_grad_()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        features, scores = model(x)
+        features.register_hook(lambda grad: 2 * grad + grad.mean())
+        (of_input,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        (scores.square().mean() + of_input.norm(dim=1).mean()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    with sharding():
+        for _ in range(3):
+            torch.testing.assert_close(gradients(), expected)
+    assert modules.call_counts.sharded == 3

@@ -5,8 +5,10 @@ plain values in objects. Where these change, a call may do something else.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,14 @@ from instep.unedited.sharded_call.plan.division import has_text, is_entries
 from instep.unedited.sharded_call.plan.module_state.attribute_changes import is_compared_change
 from instep.unedited.sharded_call.plan.module_state.object_graph import FUNCTIONS
 
-_MAX_ATTRIBUTES = 64
+_MAX_ATTRIBUTES, _MAX_DEPTH = 64, 3
+_MAX_NUMBERS = 64
+"""In a tensor or array without rows; larger ones are data."""
 _MAX_TEXTS = 16
 """So many values of one that is no number are compared; it may be another one in each call."""
 _SETS, _RANGES = (set, frozenset), (range, slice)
+_TABLES = frozenset(vars(nn.Module()))
+"""Where a module has its parts, parameters and hooks."""
 _Key = tuple[int, str]
 """The number of an argument, and an attribute of it, or ""."""
 
@@ -72,7 +78,10 @@ class ArgumentValues:
 
     def _has_other(self, key: _Key, value: Any, before: dict[_Key, Any], calls: int) -> bool:
         """Whether it has changed in a way that calls for a comparison."""
-        if not before or repr(before.get(key)) == repr(value):
+        is_attribute = bool(key[1])
+        if not before or (key not in before and not is_attribute):  # its rows are known by now
+            return False
+        if repr(before.get(key)) == repr(value):
             return False
         self._changes[key] = self._changes.get(key, 0) + 1
         return is_compared_change(self._changes[key], calls)
@@ -91,31 +100,45 @@ def _values_of(call: BoundCall, dims: Sequence[int | None]) -> Iterator[tuple[_K
         elif isinstance(leaf, Tensor | np.ndarray):
             if (number := _number_in(leaf)) is not None:
                 yield (k, ""), number
+            elif dims and _can_be_read(leaf, _MAX_NUMBERS):
+                yield (k, ""), [repr(leaf.tolist())]
         elif isinstance(leaf, _SETS):
             yield (k, ""), str(sorted(map(repr, filter(_is_plain, leaf))))
         elif isinstance(leaf, _RANGES):
             yield (k, ""), str(leaf)
-        elif not (isinstance(leaf, nn.Module | type) or is_cache(leaf)):
-            yield from _attributes(k, leaf)
+        elif not is_cache(leaf):
+            attributes = _attributes(leaf, "", _MAX_DEPTH)
+            yield from (((k, name), each) for name, each in islice(attributes, _MAX_ATTRIBUTES))
 
 
-def _attributes(k: int, value: Any) -> Iterator[tuple[_Key, Any]]:
-    for name, each in list(attributes_of(value).items())[:_MAX_ATTRIBUTES]:
-        if isinstance(each, int | float | str) and not isinstance(each, bool):
-            yield (k, name), each
-        elif is_column(each) or (type(each) is dict and all(map(_is_plain, each.values()))):
-            yield (k, name), str(each)
+def _attributes(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """The plain values in an object, and in those and the dicts in it, with their paths."""
+    if isinstance(value, (Tensor, np.ndarray, type, *FUNCTIONS)) or depth == 0:
+        return
+    items = value if type(value) is dict else attributes_of(value)
+    for name, each in [*items.items()]:
+        place = f"{path}.{name}"
+        is_flag = isinstance(each, bool) and depth == _MAX_DEPTH  # which calls for another plan
+        if isinstance(each, int | float | str) and not is_flag:
+            yield place, each
+        elif is_column(each):
+            yield place, str(each)
+        elif not (isinstance(value, nn.Module) and name in _TABLES):
+            yield from _attributes(each, place, depth - 1)
 
 
 def _number_in(leaf: Tensor | np.ndarray[Any, Any]) -> Any:
-    """The number in a tensor or array with one, if it can be read without waiting for a device and
-    is not trained, which changes it in each step; else None."""
+    """The number in a tensor or array with one, if it can be read; else None."""
+    return leaf.item() if _can_be_read(leaf, 1) and math.prod(leaf.shape) == 1 else None
+
+
+def _can_be_read(leaf: Tensor | np.ndarray[Any, Any], most: int) -> bool:
+    """Whether so many numbers of a tensor or array can be read without waiting for a device, and
+    are not trained, which changes them in each step."""
     if isinstance(leaf, np.ndarray):
-        return leaf.item() if leaf.size == 1 and not leaf.dtype.hasobject else None
+        return leaf.size <= most and not leaf.dtype.hasobject
     is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
-    if not is_plain or leaf.numel() != 1 or not leaf.is_cpu or leaf.requires_grad:
-        return None
-    return leaf.item()
+    return is_plain and leaf.is_cpu and leaf.numel() <= most and not leaf.requires_grad
 
 
 def _named(call: BoundCall) -> dict[str, Any]:

@@ -238,9 +238,10 @@ def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None
 
     def call_hook(grad: Tensor) -> Tensor | None:
         found = hook(_gathered(grad, output))
-        block = output.block
-        rows = grad.shape[0] // block.count
-        return None if found is None else found[block.start * rows : block.stop * rows]
+        if found is None:
+            return None
+        (own,) = scatter_to_region(found, [output.block], 0, output.group)  # for its derivative
+        return own
 
     return output.local.register_hook(call_hook)
 
