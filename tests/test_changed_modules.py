@@ -877,3 +877,39 @@ def test_a_weight_that_is_thawed_is_compared_for_its_gradient() -> None:
         found = list(map(gradients, trained))
     assert modules.call_counts.sharded >= 5
     torch.testing.assert_close(found, expected)
+
+
+class Thawing(nn.Module):
+    """Begins to train its first layer in its sixth call, without a branch."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.first.weight.requires_grad = self.calls > 5
+        return self.last(torch.tanh(self.first(x)))
+
+
+@ranks(2)
+def test_a_parameter_that_a_divided_call_begins_to_train_has_the_whole_gradient() -> None:
+    model, x = Thawing().double(), torch.randn(8, 6).double()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def training() -> list[list[Tensor]]:
+        model.calls = 0
+        model.first.requires_grad_(False)
+        return [gradients() for _ in range(8)]
+
+    expected = training()
+    with sharding():
+        found = training()
+    assert modules.call_counts.sharded >= 4
+    torch.testing.assert_close(found, expected)

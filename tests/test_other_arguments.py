@@ -4,6 +4,7 @@ to depend on each other, or on how many there are."""
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import instep
 from instep.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.plan_cache import _plans
@@ -267,6 +269,15 @@ def repeated(x: Tensor, layer: nn.Linear) -> Tensor:
     return state
 
 
+class RowCount:
+    rows = 0
+
+
+row_count = RowCount()
+counted: Any = weakref.ref(row_count)
+"""Nobody looks behind it for what a forward changes."""
+
+
 class Recurrent(nn.Module):
     """With noise on its weights, which have twice as many rows as a rank's part of the batch."""
 
@@ -275,6 +286,7 @@ class Recurrent(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
+        counted().rows += len(x)
         return repeated(x, self.layer)
 
 
@@ -291,7 +303,12 @@ def test_draws_that_a_loop_repeats_more_often_are_those_of_the_first_times(
     torch.manual_seed(0)
     with sharding():
         found = [model(*args) for args in calls]
+        before = counted().rows
+        with torch.random.fork_rng():
+            model(torch.randn(rows_of_batch, 15, 8).double())
     torch.testing.assert_close(found, expected)
+    # Of 16 rows a rank's part looks like the weights, so that the whole batch is computed.
+    assert counted().rows - before == (4 if rows_of_batch == 8 else 8 + 16)
 
 
 class Counting(nn.Module):
@@ -310,6 +327,47 @@ def test_a_number_that_depends_on_the_rows_is_that_of_the_batch_where_nobody_wat
     calls = [(rows(seed=k),) for k in range(72)]
     calls[-2][0][[1, 2, 6], 0] = 99
     assert_same(Counting(), calls, sharded=len(calls) - 1)
+
+
+class CountingFrom(Counting):
+    def forward(self, x: Tensor, start: int = 0) -> tuple[Tensor, int]:
+        scores, count = super().forward(x)
+        return scores, start + count
+
+
+@ranks(2)
+def test_a_number_that_is_another_in_each_call_is_compared_between_the_ranks() -> None:
+    calls = [(rows(seed=k), k) for k in range(72)]
+    calls[-2][0][[1, 2, 6], 0] = 99
+    assert_same(CountingFrom(), calls, sharded=len(calls) - 1)
+
+
+class CountingCalls(Counting):
+    calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        self.calls += 1
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_call_that_cannot_be_made_anew_for_its_number_is_an_error() -> None:
+    model = CountingCalls().double()
+    with sharding():
+        for k in range(70):
+            model(rows(seed=k))
+        x = rows()
+        x[[1, 2, 6], 0] = 99
+        with pytest.raises(ShardedCallError, match="begun to return a number"):
+            model(x)
+
+
+@ranks(2)
+def test_an_object_that_is_another_on_each_rank_is_compared_by_all_or_none() -> None:
+    model = With(lambda x, _: x).double()
+    for seconds in (2, 3 + instep.rank):
+        calls = [(rows(seed=k), Options(speed=f"{k // seconds} rows/s")) for k in range(40)]
+        assert_same(model, calls, sharded=len(calls))
 
 
 @ranks(2)

@@ -61,8 +61,8 @@ class DrawRows(NamedTuple):
     """None where it has no rows."""
     order: MemoryOrder
     """Of that for the whole batch: it is filled in this order."""
-    others: tuple[int, ...] = ()
-    """The lengths of its other dimensions."""
+    of_sample: tuple[float, ...] = ()
+    """Its shape, with the rows of one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

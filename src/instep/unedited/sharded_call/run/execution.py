@@ -112,6 +112,11 @@ def _run_sharded(
         _check_draws(name, group)
     _check_outputs(name, plan, region, local, structure, start)
     if _have_other_numbers(plan, local, group):
+        if plan.changes_attributes:
+            raise ShardedCallError(
+                f"{name} has begun to return a number that depends on its rows, and has changed "
+                "its attributes. Run this script with --plain, or let it return tensors only."
+            )
         before.restore("return a number that depends on its rows", "return tensors only")
         return plan, call.run_whole()
     if region.new_parameter:

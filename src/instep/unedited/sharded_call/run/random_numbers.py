@@ -87,17 +87,20 @@ class DrawRowDims:
             differing = [dim for dim, length in enumerate(shape) if length != whole.shape[dim]]
             if len(differing) < 2:
                 dim = differing[0] if differing else None
-                self.found = {**self.found, draw: DrawRows(dim, whole.order, _others(shape, dim))}
-        known = self.found.get(draw) or self._find_alike(draw, shape)
+                self.found = {
+                    **self.found,
+                    draw: DrawRows(dim, whole.order, _of_sample(shape, dim, block)),
+                }
+        known = self.found.get(draw) or self._find_alike(draw, shape, block)
         if known is not None and (known.dim is None or shape[known.dim] % block.count == 0):
             return known.dim
         return _likely_row_dim(shape, block, dims)
 
-    def _find_alike(self, draw: Draw, shape: Sequence[int]) -> DrawRows | None:
+    def _find_alike(self, draw: Draw, shape: Sequence[int], block: Block) -> DrawRows | None:
         """An earlier draw like this one, which a loop repeats more often than in the calls that
         were compared. Raises UnknownDrawError where some have rows in it and others do not."""
         alike = [rows for each, rows in self.found.items() if each[1:] == draw[1:]]
-        same = [rows for rows in alike if rows.others == _others(shape, rows.dim)] or alike
+        same = [x for x in alike if x.of_sample == _of_sample(shape, x.dim, block)] or alike
         if len({rows.dim for rows in same}) > 1:
             raise UnknownDrawError(f"{draw.op} may draw rows, or something else")
         return same[0] if same else None
@@ -109,8 +112,8 @@ class DrawRowDims:
         return memory_order(local)
 
 
-def _others(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    return tuple(length for k, length in enumerate(shape) if k != dim)
+def _of_sample(shape: Sequence[int], dim: int | None, block: Block) -> tuple[float, ...]:
+    return tuple(x / block.count if k == dim else x for k, x in enumerate(shape))
 
 
 def _likely_row_dim(shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
