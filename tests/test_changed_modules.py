@@ -833,3 +833,83 @@ def test_a_thread_of_the_script_reads_an_output_while_the_main_thread_goes_on() 
     sums = sorted(each.sum().item() for each in found)
     expected = sorted(model(k * x).sum().item() for k in (1, 2))
     assert sums == pytest.approx(expected, rel=1e-4)
+
+
+class NormedWeightGradient(torch.autograd.Function):
+    """A product whose gradient with respect to the weight is divided by its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_weight = grads[0].T @ x
+        return grads[0] @ weight, of_weight / of_weight.norm()
+
+
+class WithNormedGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = NormedWeightGradient.apply(x, self.first.weight)
+        return self.last(features)
+
+
+@ranks(2)
+def test_a_weight_that_is_thawed_is_compared_for_its_gradient() -> None:
+    model = WithNormedGradient().double()
+    x = torch.randn(8, 6).double()
+
+    def gradients(trains: bool) -> list[Tensor]:
+        model.zero_grad()
+        model.first.weight.requires_grad_(trains)
+        model(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    trained = [False] * 5 + [True] * 3
+    expected = list(map(gradients, trained))
+    with sharding():
+        found = list(map(gradients, trained))
+    assert modules.call_counts.sharded >= 5
+    torch.testing.assert_close(found, expected)
+
+
+class Thawing(nn.Module):
+    """Begins to train its first layer in its sixth call, without a branch."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.first.weight.requires_grad = self.calls > 5
+        return self.last(torch.tanh(self.first(x)))
+
+
+@ranks(2)
+def test_a_parameter_that_a_divided_call_begins_to_train_has_the_whole_gradient() -> None:
+    model, x = Thawing().double(), torch.randn(8, 6).double()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def training() -> list[list[Tensor]]:
+        model.calls = 0
+        model.first.requires_grad_(False)
+        return [gradients() for _ in range(8)]
+
+    expected = training()
+    with sharding():
+        found = training()
+    assert modules.call_counts.sharded >= 4
+    torch.testing.assert_close(found, expected)

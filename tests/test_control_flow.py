@@ -1057,3 +1057,24 @@ def test_the_first_calls_are_watched_and_then_some() -> None:
     assert not flow.is_watched(1)
     flow.may_change = True
     assert [calls for calls in (1, 64, 65, 1008, 1024) if flow.is_watched(calls)] == [1, 64, 1024]
+
+
+class PrintsOnce(Around):
+    """Without a branch for it, but with one that is never taken, so that its calls are watched."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        {LATE: print}.get(self.calls, str)("a sixth call")
+        return self.body(x) if self.calls < 10**6 else x
+
+
+@ranks(2)
+def test_what_a_watched_call_prints_is_printed_once() -> None:
+    model, x, printed = PrintsOnce(), torch.randn(8, 6), io.StringIO()
+    with sharding(), contextlib.redirect_stdout(printed):
+        for _ in range(LATE + 2):
+            model(x)
+    assert modules.call_counts.sharded >= LATE - 1
+    assert printed.getvalue() == "a sixth call\n"

@@ -19,7 +19,7 @@ import instep
 from instep.process.torch_private.devices import fp32_precision, set_fp32_precision
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.higher_precision import full_float32
-from instep.unedited.sharded_call.compare.probes.other_arguments import autocast_cache_off
+from instep.unedited.sharded_call.compare.probes.dependencies import autocast_cache_off
 from pool import ranks
 from sharded_training import batches, sharding
 

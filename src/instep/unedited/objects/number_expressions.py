@@ -28,7 +28,7 @@ _MAX_SIZES, _MAX_CHOICES = 256, 64
 _AGREED_CHANGES = 8
 """The ranks compare the first changes of each expression, up to so many: a value may come from a
 clock."""
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _NUMBERS = (bool, int, float, np.number)
 _CHOSEN = (types.FunctionType, types.BuiltinFunctionType, type, partial, nn.Module)
 
@@ -209,12 +209,12 @@ def _expressions_of(
 ) -> list[_Expression]:
     """The largest expressions in a function, not those inside of them."""
     body = [node.body] if isinstance(node, ast.Lambda) else node.body
-    set_once = _variables_set_once(function, body)
+    set_once = variables_set_once(function, body)
     found: list[_Expression] = []
     waiting: list[ast.AST] = list(reversed(body))
     while waiting:
         part = waiting.pop()
-        if isinstance(part, _SCOPES):
+        if isinstance(part, SCOPES):
             continue
         if isinstance(part, ast.expr) and _is_computed(part):
             expression = _Expression(function, part, owner, set_once)
@@ -241,7 +241,7 @@ def _is_computed(node: ast.AST) -> bool:
     return True
 
 
-def _variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[str, ast.expr]:
+def variables_set_once(function: types.FunctionType, body: list[Any]) -> dict[str, ast.expr]:
     """What each variable is set to that is assigned in one place only."""
     parts = [part for each in body for part in ast.walk(each)]
     stored = [x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]

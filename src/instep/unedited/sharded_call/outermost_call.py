@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from instep.distributed.identity.torch_devices import is_capturing_graph
+from instep.distributed.numbers import on_any_rank
 from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.call_comparison import USES_FOREIGN_LEAF
 from instep.unedited.sharded_call.compare.equivalence import find_plan
@@ -158,6 +159,8 @@ def _run_planned(
     """Make a call that may be sharded, and learn whether those that follow may be."""
     plan = entry.plan
     is_new = entry.is_new(call, group.size) or hooks != entry.hooks
+    if entry.values.are_of_objects:
+        is_new = on_any_rank(is_new, group.transport)
     entry.hooks = hooks
     is_timed = tuner is not None and tuner.is_due
     if plan is None or is_new or is_timed:

@@ -18,7 +18,7 @@ from instep.training.pytree import flatten, leaves_in_caches, leaves_of, unflatt
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.output_planner import OutputPlanner
-from instep.unedited.sharded_call.compare.probes.other_arguments import (
+from instep.unedited.sharded_call.compare.probes.dependencies import (
     COUPLED,
     find_dependency,
     holds_for_zeros,
@@ -44,6 +44,7 @@ from instep.unedited.sharded_call.run.forward.joined_outputs import (
     LocalOutputs,
     join_outputs,
     leaves_of_output,
+    with_given,
 )
 from instep.unedited.sharded_call.run.forward.local_forward import run_local
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
@@ -190,7 +191,7 @@ class CallComparison:
             if why := self._tolerances.find_difference(left, gradients.own_backward):
                 raise ShardedCallError(f"in backward {why}")
         self.progress = (_HAS_GRADIENTS, 0)
-        joined = join_outputs(local, plan, region)
+        joined = with_given(join_outputs(local, plan, region), local, plan, region, call)
         is_open = plan.has_reductions and not self._tolerances.is_proven
         if is_open and not holds_for_zeros(reference, plan, group):
             raise ShardedCallError("it divides by something else than its rows")
@@ -276,6 +277,7 @@ class CallComparison:
             reference, self._tolerances, self.known_outputs, region, is_proof=self._is_proof
         )
         outputs: tuple[OutputPlan, ...] = ()
+        given = self.call.given(self.call.leaves)
         k = 0
         for parts, count in zip(local, self._count_leaves(), strict=True):
             self.progress = _HAS_RUN, k
@@ -286,8 +288,9 @@ class CallComparison:
                     plan = planner.plan_entries(parts, k, count)
             except ShardedCallError as error:
                 raise ShardedCallError(why or str(error)) from None
-            is_used = reference.used_by_others[k]
-            outputs += (replace(plan, is_lazy=in_caches[k] or k >= first_kept or is_used),)
+            is_lazy = in_caches[k] or k >= first_kept or reference.used_by_others[k]
+            which = given.get(id(reference.outputs[k])) if count is None else None
+            outputs += (replace(plan, is_lazy=is_lazy, given=which),)
             k += 1 if count is None else count
         return outputs
 

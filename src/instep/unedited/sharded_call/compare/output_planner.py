@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instep.training.pytree import is_column
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call.compare.probes.other_arguments import detached
+from instep.unedited.sharded_call.compare.probes.dependencies import detached
 from instep.unedited.sharded_call.compare.rounding import is_near
 from instep.unedited.sharded_call.compare.tolerances import Tolerances
 from instep.unedited.sharded_call.compare.whole.reference import Reference
@@ -62,7 +62,9 @@ class OutputPlanner:
             return OutputPlan("shard")
         if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
             raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
-        return OutputPlan("replicate")
+        known = self._known[k].numbers if self._known else frozenset()
+        is_number = isinstance(whole, int | float | complex)
+        return OutputPlan("replicate", numbers=known | {repr(whole)} if is_number else known)
 
     def _plan_tensor(self, parts: Sequence[Tensor], k: int, *, in_cache: bool) -> OutputPlan:
         """As `plan_output`, where the whole forward and this rank's return tensors."""
@@ -77,7 +79,9 @@ class OutputPlanner:
         known = self._known[k] if self._known else None
         candidates = list(candidate_outputs(local, whole, self._region.blocks[0]))
         if known is not None:  # it is kept as long as it can be, and replaced if nothing proves it
-            like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
+            like_known = [
+                each for each in candidates if each == replace(known, is_lazy=False, given=None)
+            ]
             candidates = like_known + [each for each in candidates if not known.has_values]
             had_values |= known.has_values
             if self._tolerances.is_proven:

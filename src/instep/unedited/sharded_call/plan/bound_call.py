@@ -34,6 +34,8 @@ _MAX_FLAGS = 64
 """Of an object with options; it may have any number of attributes."""
 AttributePlace = tuple[int, str]
 """Which of a call's parts, and the name of an attribute there."""
+Given = int | AttributePlace
+"""What a forward may return as it is: an argument, by its number, or a parameter or buffer."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,24 @@ class BoundCall:
     ) -> BoundCall:
         """The call with these arguments of the script's of a module, the first of its `parts`."""
         return cls(original, parts[0], parts, args, kwargs, *flatten_arguments(args, kwargs))
+
+    def given(self, leaves: Sequence[Any]) -> dict[int, Given]:
+        """What a forward that gets `leaves` for arguments may return as it is, by the tensors'
+        ids."""
+        found: dict[int, Given] = {
+            id(tensor): (k, name)
+            for k, part in enumerate(self.parts)
+            for name, tensor in (*part._parameters.items(), *part._buffers.items())
+            if tensor is not None
+        }
+        return found | {id(x): k for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+    def value_given(self, which: Given) -> Any:
+        """The script's own tensor, if a forward has returned it as it is."""
+        if isinstance(which, int):
+            return self.leaves[which]
+        part, name = self.parts[which[0]], which[1]
+        return part._parameters.get(name, part._buffers.get(name))
 
     def keeping(self, places: tuple[AttributePlace, ...]) -> BoundCall:
         """The same call, of a forward that is known to set these attributes to tensors."""

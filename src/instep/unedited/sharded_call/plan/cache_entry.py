@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 from weakref import ref
 
@@ -12,7 +11,8 @@ import torch
 from instep.process import settings
 from instep.training.drift.comparison import is_compared_step
 from instep.unedited.objects.branch_conditions import BranchConditions
-from instep.unedited.sharded_call.plan.bound_call import BoundCall, is_number
+from instep.unedited.sharded_call.plan.argument_values import ArgumentValues
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner, gain
 from instep.unedited.sharded_call.plan.compared_sizes import ComparedSizes
 from instep.unedited.sharded_call.plan.control_flow import ControlFlow
@@ -43,10 +43,8 @@ class CacheEntry:
     """Whether its parts are sharded where it is whole: not those of a language model that
     generates, which compute one token of each row, and not those inside of a compiled graph."""
     sizes: ComparedSizes = field(default_factory=ComparedSizes)
-    numbers: tuple[Any, ...] = ()
-    """Those among the arguments of the last call."""
-    changes: dict[int, int] = field(default_factory=dict)
-    """How often each of these was another than in the call before."""
+    values: ArgumentValues = field(default_factory=ArgumentValues)
+    """What its calls get beside rows."""
     attributes: ref[AttributeChanges] | None = None
     """Of the module, once a call was divided. They are forgotten where it is not called."""
     attributes_due: int = 0
@@ -105,7 +103,7 @@ class CacheEntry:
         is_in_doubt, self.is_in_doubt = self.is_in_doubt, False
         news = (
             is_in_doubt,
-            self._has_new_numbers(call),
+            self._has_new_values(call),
             self.sizes.add(call.leaves, call.rows, size),
             self._has_new_attributes(),
             self._has_other_trained(call),
@@ -151,17 +149,9 @@ class CacheEntry:
                 attributes.read_any()
             attributes.skip()
 
-    def _has_new_numbers(self, call: BoundCall) -> bool:
-        given = tuple(leaf for leaf in call.leaves if is_number(leaf, call.rows))
-        if repr(given) == repr(self.numbers):
-            return False
-        before, self.numbers = self.numbers, given
-        is_new = False
-        for k, (old, new) in enumerate(zip_longest(before, given)):
-            if repr(old) != repr(new):
-                self.changes[k] = self.changes.get(k, 0) + 1
-                is_new |= attribute_changes.is_compared_change(self.changes[k], self.calls)
-        return is_new
+    def _has_new_values(self, call: BoundCall) -> bool:
+        dims = () if self.plan is None else self.plan.division.dims
+        return self.values.add(call, dims, self.calls)
 
     def is_sampled(self, plan: ShardingPlan) -> bool:
         """Whether this call's outputs are to be compared with those of the whole forward.

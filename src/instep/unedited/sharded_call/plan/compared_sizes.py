@@ -26,8 +26,10 @@ class ComparedSizes:
     A forward that cuts the batch into pieces of its own, as batch statistics of 32 rows each, gives
     the same for a part of the batch while the parts begin where pieces do, or while there is one
     piece. Neither the first four shapes nor a branch tell when that ends. So sizes are new, too,
-    where parts begin at a multiple of less than before, and where one is about twice the largest:
-    both happen a few times at most.
+    where parts begin at a multiple of less than before, and where one is about twice the largest.
+    And what a forward does for few rows (it squeezes a batch of one, or divides by no less than
+    eight) a small part does before the batch: so they are new where the smallest part has fewer
+    rows than any before. All of this happens a few times, as a rule.
     """
 
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
@@ -38,6 +40,8 @@ class ComparedSizes:
     the dimension of the rows."""
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of each dimension the bits of its largest size."""
+    smallest: int = 0
+    """The rows of the smallest part."""
 
     def add(self, leaves: Sequence[Any], rows: int, size: int) -> bool:
         """Whether a call with these arguments and so many rows is to be compared, which `size`
@@ -46,8 +50,13 @@ class ComparedSizes:
             self._add_shapes(leaves),
             self._add_differences(leaves, rows, size),
             self._add_steps(leaves, size),
+            self._add_smallest(rows // size),
         )
         return any(news)
+
+    def _add_smallest(self, rows: int) -> bool:
+        before, self.smallest = self.smallest, min(rows, self.smallest or rows)
+        return 0 < rows < before
 
     def _add_shapes(self, leaves: Sequence[Any]) -> bool:
         shapes = shapes_of(leaves)

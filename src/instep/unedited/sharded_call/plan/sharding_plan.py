@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instep.training.blocks import Block
 from instep.training.pytree import Structure, one_leaf
-from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall
+from instep.unedited.sharded_call.plan.bound_call import AttributePlace, BoundCall, Given
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.module_state.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.plan.whole_reasons import WholeReason
@@ -38,6 +38,10 @@ class OutputPlan:
     """Whether it was compared when it was not all zeros."""
     order: MemoryOrder | None = field(default=None, compare=False)
     """Of the whole output, if it is a tensor."""
+    given: Given | None = None
+    """What the forward returns there as it is: the script may change that in place."""
+    numbers: frozenset[str] = field(default=frozenset(), compare=False)
+    """What it was whenever it was compared, if it is a number or truth value."""
 
 
 class Draw(NamedTuple):
@@ -57,6 +61,8 @@ class DrawRows(NamedTuple):
     """None where it has no rows."""
     order: MemoryOrder
     """Of that for the whole batch: it is filled in this order."""
+    of_sample: tuple[float, ...] = ()
+    """Its shape, with the rows of one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

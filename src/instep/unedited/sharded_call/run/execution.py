@@ -7,22 +7,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.numbers import gather_values
 from instep.errors import CollectiveError
+from instep.training.blocks import Block
 from instep.training.pytree import Structure, unflatten, versions
 from instep.training.random_streams import RNGStates
 from instep.unedited.errors import MismatchError, ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import find_computed_buffer, write_back
-from instep.unedited.sharded_call.run.forward.joined_outputs import LocalOutputs, join_outputs
+from instep.unedited.sharded_call.run.forward.joined_outputs import (
+    LocalOutputs,
+    join_outputs,
+    with_given,
+)
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.region import Region, find_leaves, tag_outputs
@@ -104,7 +110,15 @@ def _run_sharded(
         return _run_sharded(call, replace(plan, is_random=True), group)
     if plan.draws_outside_torch:
         _check_draws(name, group)
-    _check_outputs(name, plan, local, structure, start)
+    _check_outputs(name, plan, region, local, structure, start)
+    if _have_other_numbers(plan, local, group):
+        if plan.changes_attributes:
+            raise ShardedCallError(
+                f"{name} has begun to return a number that depends on its rows, and has changed "
+                "its attributes. Run this script with --plain, or let it return tensors only."
+            )
+        before.restore("return a number that depends on its rows", "return tensors only")
+        return plan, call.run_whole()
     if region.new_parameter:
         raise ShardedCallError(
             f"{name} began to make its parameter {region.new_parameter} anew in its forward. Run "
@@ -115,7 +129,7 @@ def _run_sharded(
             f"{name} began to compute its buffer {buffer} with a graph in its forward. Run this "
             "script with --plain, or keep what it computes there the same from the first call on."
         )
-    joined = join_outputs(local, plan, region)
+    joined = with_given(join_outputs(local, plan, region), local, plan, region, call)
     tag_outputs(chain(*local), region)
     return plan, write_back(unflatten(joined, structure), call)
 
@@ -137,8 +151,38 @@ def _run_unless_all_fail(
         return None
 
 
+def _have_other_numbers(plan: ShardingPlan, local: LocalOutputs, group: ShardGroup) -> bool:
+    """Whether the shards have returned different numbers or truth values, which are no tensors, or
+    others than in all calls that were compared: an accuracy, say, that was zero in these.
+    Collective, if they return any."""
+    numbers = [
+        (how, repr(part))
+        for parts, how in zip(local, plan.outputs, strict=True)
+        for part in parts
+        if how.placement == "replicate" and how.numbers
+    ]
+    if not numbers:
+        return False
+    is_other = any(len(how.numbers) < 2 and text not in how.numbers for how, text in numbers)
+    texts = [text for _, text in numbers]
+    mine = float(is_other), crc32(repr(texts).encode()), float(_differ(texts, len(local[0])))
+    by_rank = gather_values(mine, group.transport)
+    return any(row != by_rank[0] or row[0] or row[2] for row in by_rank)
+
+
+def _differ(texts: Sequence[str], shards: int) -> bool:
+    """Whether this rank's shards differ, whose texts follow each other for each output."""
+    parts = [texts[k : k + shards] for k in range(0, len(texts), shards)]
+    return any(len({*of_one}) > 1 for of_one in parts)
+
+
 def _check_outputs(
-    name: str, plan: ShardingPlan, local: LocalOutputs, structure: Structure, start: int
+    name: str,
+    plan: ShardingPlan,
+    region: Region,
+    local: LocalOutputs,
+    structure: Structure,
+    start: int,
 ) -> None:
     """Raise ShardedCallError where the plan does not fit these outputs.
 
@@ -150,12 +194,29 @@ def _check_outputs(
             "number of outputs, or others). Run this script with --plain, or keep what it returns "
             "the same for the same kind of arguments."
         )
+    for parts, how in zip(local, plan.outputs, strict=True):
+        pairs = zip(parts, region.blocks, strict=True)
+        if how.placement == "shard" and not all(_has_rows(*pair, how) for pair in pairs):
+            raise ShardedCallError(
+                f"{name} has returned a tensor of shape {[*parts[0].shape]} for "
+                f"{region.blocks[0].count} rows of the batch: which rows it returns depends on "
+                "what is in them, or on how many there are. Run this script with --plain, or let "
+                "it return as many rows as it is given."
+            )
     if plan.stored and find_leaves(chain(*local), start) != []:
         raise ShardedCallError(
             f"{name} began to use a parameter from an object or list that it did not use when its "
             "calls were first divided. Run this script with --plain, or let its forward read "
             "parameters from attributes of modules."
         )
+
+
+def _has_rows(part: Any, block: Block, how: OutputPlan) -> bool:
+    """Whether an output has some rows for each one of this block."""
+    if not isinstance(part, Tensor):
+        return True
+    has_dims = how.order is None or part.dim() == len(how.order)
+    return has_dims and part.dim() > how.dim and part.shape[how.dim] % block.count == 0
 
 
 def wait_for_same_error(error: Exception, where: str, transport: Transport) -> bool:

@@ -38,6 +38,10 @@ _SEED = (-(2**63), 2**63 - 1)
 """Between these inductor draws a seed for what it has compiled."""
 
 
+class UnknownDrawError(Exception):
+    """A divided call draws more often than those that were compared, and it is not known what."""
+
+
 class TorchGeneratorStates:
     """The states of torch's global generators and of others of its kind."""
 
@@ -82,19 +86,34 @@ class DrawRowDims:
         if whole is not None and whole.shape and len(whole.shape) == len(shape):
             differing = [dim for dim, length in enumerate(shape) if length != whole.shape[dim]]
             if len(differing) < 2:
-                rows = DrawRows(differing[0] if differing else None, whole.order)
-                self.found = {**self.found, draw: rows}
-        if draw in self.found:
-            dim = self.found[draw].dim
-            if dim is None or shape[dim] % block.count == 0:
-                return dim
+                dim = differing[0] if differing else None
+                self.found = {
+                    **self.found,
+                    draw: DrawRows(dim, whole.order, _of_sample(shape, dim, block)),
+                }
+        known = self.found.get(draw) or self._find_alike(draw, shape, block)
+        if known is not None and (known.dim is None or shape[known.dim] % block.count == 0):
+            return known.dim
         return _likely_row_dim(shape, block, dims)
+
+    def _find_alike(self, draw: Draw, shape: Sequence[int], block: Block) -> DrawRows | None:
+        """An earlier draw like this one, which a loop repeats more often than in the calls that
+        were compared. Raises UnknownDrawError where some have rows in it and others do not."""
+        alike = [rows for each, rows in self.found.items() if each[1:] == draw[1:]]
+        same = [x for x in alike if x.of_sample == _of_sample(shape, x.dim, block)] or alike
+        if len({rows.dim for rows in same}) > 1:
+            raise UnknownDrawError(f"{draw.op} may draw rows, or something else")
+        return same[0] if same else None
 
     def order_of(self, draw: Draw, local: Tensor, dim: int) -> MemoryOrder:
         """The memory order of a draw for the whole batch; `local` is that for this rank's rows."""
         if draw in self.found and local.shape[dim] == 1:
             return self.found[draw].order
         return memory_order(local)
+
+
+def _of_sample(shape: Sequence[int], dim: int | None, block: Block) -> tuple[float, ...]:
+    return tuple(x / block.count if k == dim else x for k, x in enumerate(shape))
 
 
 def _likely_row_dim(shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:

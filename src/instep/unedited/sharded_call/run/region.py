@@ -17,6 +17,7 @@ from instep.training import forward_calls
 from instep.training.autograd_graph import Root, next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
+from instep.unedited.sharded_call.plan.bound_call import Given
 from instep.unedited.sharded_call.plan.division import Division, tensors_in
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input, reduce_in_region
@@ -55,6 +56,8 @@ class Region:
     """The name of a parameter that the forward has made."""
     trained_parameter: str = ""
     """The name of a parameter that was frozen, and is trained since the forward."""
+    given: dict[int, Given] = field(default_factory=dict)
+    """What the forward may have returned as it is, by the ids of what it got."""
     _outer: list[Region | None] = field(default_factory=list)
     """Each time that it is under way, the call around it."""
 

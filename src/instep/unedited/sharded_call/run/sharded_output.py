@@ -104,7 +104,11 @@ class ShardedOutput(Tensor):
         if self.full is None and not in_main_thread():
             return self._full_in_thread()
         changed = self.changed_rows()
-        with torch.set_grad_enabled(self.requires_grad):
+        # A script may look at it in inference mode before it computes its loss.
+        with (
+            torch.inference_mode(torch.is_inference(self.local)),
+            torch.set_grad_enabled(self.requires_grad),
+        ):
             if changed is not None and (
                 self.full is None or changed.data_ptr() != self.full.data_ptr()
             ):
@@ -218,7 +222,8 @@ _DESCRIBING = frozenset(
 
 def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> ShardedOutput | None:
     """An output's rows in another shape; None if they would not remain each rank's own."""
-    if not output.is_on_ranks():
+    is_only_looked_at = torch.is_inference_mode_enabled() and not output.local.is_inference()
+    if is_only_looked_at or not output.is_on_ranks():
         return None
     block = output.block
     with DisableTorchFunctionSubclass():
@@ -240,9 +245,10 @@ def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None
 
     def call_hook(grad: Tensor) -> Tensor | None:
         found = hook(_gathered(grad, output))
-        block = output.block
-        rows = grad.shape[0] // block.count
-        return None if found is None else found[block.start * rows : block.stop * rows]
+        if found is None:
+            return None
+        (own,) = scatter_to_region(found, [output.block], 0, output.group)  # for its derivative
+        return own
 
     return output.local.register_hook(call_hook)
 

@@ -20,7 +20,7 @@ from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private.tensors import tree_map_only
 from instep.training.pytree import leaves_of
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.probes.other_arguments import autocast_cache_off
+from instep.unedited.sharded_call.compare.probes.dependencies import autocast_cache_off
 from instep.unedited.sharded_call.compare.rounding import (
     LEAST_ERROR,
     finite_error,

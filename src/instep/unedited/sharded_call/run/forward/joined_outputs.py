@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.training.pytree import leaves_of
 from instep.unedited.objects.script_code import script_files
 from instep.unedited.objects.syntax_trees import compares_types
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import Unset
@@ -35,6 +36,19 @@ LocalOutputs = list[tuple[Any, ...]]
 def join_outputs(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
     """The outputs of the call, from those of this rank's shards. Collective as `join_output`."""
     return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
+
+
+def with_given(
+    joined: list[Any], local: LocalOutputs, plan: ShardingPlan, region: Region, call: BoundCall
+) -> list[Any]:
+    """These outputs, of which those that the forward has returned as they were given are the
+    script's own tensors."""
+    return [
+        call.value_given(how.given)
+        if how.given is not None and region.given.get(id(parts[0])) == how.given
+        else output
+        for output, parts, how in zip(joined, local, plan.outputs, strict=True)
+    ]
 
 
 def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:

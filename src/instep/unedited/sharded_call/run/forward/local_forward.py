@@ -51,6 +51,7 @@ def run_planned(
         stored=plan.stored,
         sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
         like=plan.structure,
+        notes_given=any(how.given is not None for how in plan.outputs),
     )
 
 
@@ -64,6 +65,7 @@ def run_local(
     stored: Sequence[StoredParameter],
     sums: RowSums | None,
     like: Structure = None,
+    notes_given: bool = True,
 ) -> tuple[Region, LocalOutputs, Structure]:
     """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
     their structure. What is one leaf of `like` is one leaf of it.
@@ -95,6 +97,8 @@ def run_local(
                 region.nodes = range(first, next_sequence_number())
             else:
                 _run_in_threads(shards, region, tables)
+            if notes_given:
+                region.given = call.given(shards[0].leaves)
             region.new_parameter = tables.find_new_parameter()
             if torch.is_grad_enabled():
                 region.trained_parameter = tables.find_trained_parameter()
@@ -115,7 +119,7 @@ class _ShardForward:
     def __init__(
         self, call: BoundCall, leaves: Sequence[Any], region: Region, like: Structure
     ) -> None:
-        self._call, self._region, self._like = call, region, like
+        self._call, self._region, self._like, self.leaves = call, region, like, leaves
         self._arguments = unflatten(list(leaves), call.structure)
         self.outputs: list[Any] = []
         self.structure: Structure | None = None

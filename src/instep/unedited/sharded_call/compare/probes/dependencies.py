@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from instep.distributed.numbers import on_any_rank
 from instep.training.blocks import Block
-from instep.training.pytree import flatten, is_column, leaves_of, unflatten
+from instep.training.pytree import flatten, leaves_of, unflatten
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.objects.script_code import names_in
 from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.probes.changed_leaves import (
+    keep_beginnings,
+    keep_half,
+    mapped,
+    with_all_labels,
+    with_nan,
+    with_one_label,
+    with_other_values,
+    with_small_labels,
+    zeroed,
+)
 from instep.unedited.sharded_call.compare.rounding import (
     LEAST_ERROR,
     NOISE_FACTOR,
@@ -42,12 +52,10 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 _FACTORS = ((8.0, -8.0), (8.0, 0.125))
 """By which floats of one row after the other are multiplied; the second where the first ones prove
 nothing."""
+_OF_NAN = frozenset(("isnan", "isfinite", "isinf", "nan_to_num", "nanmean", "nansum", "nanmedian"))
 
 _SHAPES = "the shape of what it returns depends on the values in its rows"
 COUPLED = "its rows depend on each other where their values are others"
-
-Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
-"""Where a tensor of this shape, whose rows are in this dimension, keeps its elements."""
 
 
 def holds_for_zeros(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> bool:
@@ -97,13 +105,14 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     they are not.
 
     A condition for each element, as of `torch.where`, may have a side that no row of the script's
-    first batches meets, and a term of the whole batch there. So floats are multiplied, and the ends
-    of rows of whole numbers and masks set to zero. Rows may also depend on each other where they
-    have the same whole number, a label: so all rows get that of one. Or only where they have a
-    label that none of them has yet, or a weight that is still zero: so they get all labels up to
-    the largest, and weights of one. What fails, is not finite or takes another branch with such
-    arguments proves nothing; values that differ must differ twice. Collective. Leaves another state
-    behind.
+    first batches meets, and a term of the whole batch there. So floats are multiplied, of each row
+    one set to zero, and the ends of rows of whole numbers and masks, too; where the forward names
+    NaN, some floats are. Rows may also depend on each other where they have the same whole number,
+    a label: so all rows get that of one. Or only where they have a label that none of them has yet,
+    or a weight or mask that is still zero: so they get all labels up to the largest, and ones. Or
+    by the largest number of the batch, which is the same in all parts so far: so a half of it gets
+    smaller ones. What fails, is not finite or takes another branch with such arguments proves
+    nothing; values that differ must differ twice. Collective. Leaves another state behind.
     """
     if is_compiled(reference.call.parts):  # it would be compiled anew
         return ""
@@ -111,14 +120,17 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     dims = [None if k == division.offsets else dim for k, dim in enumerate(division.dims)]
     found: str | None = None
     for factors in _FACTORS:
-        others = (_with_other_values(call, dims, factors, seed) for seed in range(2))
+        others = (with_other_values(call, dims, factors, seed) for seed in range(2))
         found = _find_difference(reference, plan, group, others)
         if found is not None:
             break
     if found:
         return found
-    for of_labels, numbers in ((_with_one_label, (0, -1)), (_with_all_labels, (0, 1))):
-        others = (of_labels(call, dims, number) for number in numbers)
+    kinds = [(with_one_label, (0, -1)), (with_all_labels, (0, 1)), (with_small_labels, (0, 1))]
+    if _names_nan(reference):
+        kinds.append((with_nan, (0, 1)))
+    for of_kind, numbers in kinds:
+        others = (of_kind(call, dims, number) for number in numbers)
         if _find_difference(reference, plan, group, others) == COUPLED:
             return COUPLED
     return ""
@@ -212,146 +224,10 @@ def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:
     )
 
 
-def _with_other_values(
-    call: BoundCall, dims: Sequence[int | None], factors: Sequence[float], seed: int
-) -> BoundCall:
-    """The call with other values in the rows of its arguments."""
-    generator = torch.Generator().manual_seed(seed)
-    of_rows = [factor * (8 - seed) / 8 for factor in factors]
-    pairs = zip(call.leaves, dims, strict=True)
-    return call.with_leaves([_changed(leaf, dim, of_rows, generator) for leaf, dim in pairs])
-
-
-def _changed(
-    leaf: Any, dim: int | None, factors: Sequence[float], generator: torch.Generator
-) -> Any:
-    """This argument with other values in its rows; without rows in `dim` as it is."""
-    if is_entries(leaf):
-        return _mapped(leaf, lambda x, k: _times(x, factors[k % len(factors)]))
-    if isinstance(leaf, np.ndarray):
-        return _mapped(leaf, lambda x, _: _changed(x, dim, factors, generator))
-    if dim is None or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return leaf
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        return zeroed(leaf, dim, keep_beginnings, generator) if leaf.dim() > 1 else leaf
-    shape = [1] * leaf.dim()
-    shape[dim] = -1
-    of_rows = torch.tensor(list(islice(cycle(factors), leaf.shape[dim])), device="cpu")
-    return leaf.detach() * of_rows.view(shape).to(leaf)
-
-
-def _with_one_label(call: BoundCall, dims: Sequence[int | None], row: int) -> BoundCall:
-    """The call with the whole number of this row in all rows, where rows have one each."""
-    pairs = zip(call.leaves, dims, strict=True)
-    return call.with_leaves([_labelled(leaf, dim, row) for leaf, dim in pairs])
-
-
-def _labelled(leaf: Any, dim: int | None, row: int) -> Any:
-    if dim is None:
-        return leaf
-    if is_entries(leaf):
-        return type(leaf)([leaf[row]] * len(leaf)) if _is_label(leaf[row]) else leaf
-    if is_column(leaf):
-        return type(leaf)([leaf[row]] * len(leaf)) if type(leaf[row]) is int else leaf
-    if isinstance(leaf, np.ndarray):
-        return _mapped(leaf, lambda x, _: _labelled(x, dim, row))
-    is_vector = isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.layout is torch.strided
-    return leaf[row].expand_as(leaf).clone() if is_vector and _is_label(leaf[row]) else leaf
-
-
-def _with_all_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> BoundCall:
-    """The call with each label up to the largest, and 0 or 1 where all are zero, in a row of each
-    half of the batch."""
-    pairs = zip(call.leaves, dims, strict=True)
-    return call.with_leaves([_relabelled(leaf, dim, first) for leaf, dim in pairs])
-
-
-def _relabelled(leaf: Any, dim: int | None, first: int) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return _mapped(leaf, lambda x, _: _relabelled(x, dim, first))
-    if dim != 0 or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return leaf
-    if leaf.numel() != len(leaf) or leaf.is_complex() or leaf.requires_grad:
-        return leaf
-    if leaf.is_floating_point() and leaf.any():
-        return leaf
-    half, count = max(1, len(leaf) // 2), max(2, int(leaf.max()) + 1)
-    numbers = (torch.arange(len(leaf), device="cpu") + first) % half * count // half
-    return numbers.view(leaf.shape).to(leaf)
-
-
-def _is_label(value: Any) -> bool:
-    is_number = isinstance(value, Tensor) and not (value.dim() or value.requires_grad)
-    return is_number and not (value.is_floating_point() or value.is_complex())
-
-
-def _times(x: Tensor, factor: float) -> Tensor:
-    return x.detach() * factor if x.is_floating_point() else x
-
-
-def _mapped(leaf: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
-    """This array, or this list with one entry for each row, with `function` applied to each tensor
-    and array, and the number of its entry."""
-
-    def of_value(value: Any, number: int) -> Any:
-        if isinstance(value, Tensor):
-            return function(value, number)
-        if isinstance(value, np.ndarray):
-            with suppress(TypeError):  # of a dtype that torch has not
-                return function(torch.tensor(value, device="cpu"), number).numpy()
-        return value
-
-    if not is_entries(leaf):
-        return of_value(leaf, 0)
-    entries = [flatten(entry) for entry in leaf]
-    return type(leaf)(
-        unflatten([of_value(x, number) for x in leaves], structure)
-        for number, (leaves, structure) in enumerate(entries)
-    )
-
-
-def zeroed(
-    leaf: Any,
-    dim: int | None,
-    kept: Kept,
-    generator: torch.Generator,
-    *,
-    only_integers: bool = False,
-) -> Any:
-    """This argument with zeros where `kept` says so; without rows in `dim` as it is."""
-    if dim is not None and is_entries(leaf):
-
-        def zeroed_entry(x: Tensor, number: int) -> Tensor:
-            return zeroed(x[None], 0, kept, generator, only_integers=only_integers)[0]  # type: ignore[no-any-return]
-
-        return _mapped(leaf, zeroed_entry)
-    if isinstance(leaf, np.ndarray):
-        return _mapped(
-            leaf, lambda x, _: zeroed(x, dim, kept, generator, only_integers=only_integers)
-        )
-    if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
-        return leaf
-    if leaf.layout is not torch.strided or (only_integers and leaf.is_floating_point()):
-        return leaf
-    mask = kept(leaf.shape, dim, generator).to(leaf.device)
-    return leaf.where(mask, torch.zeros_like(leaf))
-
-
-def keep_half(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
-    """True for about half of the elements."""
-    return torch.rand(shape, generator=generator, device="cpu") < 0.5
-
-
-def keep_beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
-    """True for at least one element from the beginning of each row of the batch dimension `dim`."""
-    others = [k for k in range(len(shape)) if k != dim]
-    if not others:
-        return torch.tensor(True, device="cpu")
-    length, along = shape[others[0]], others[0]
-    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator, device="cpu")
-    of_rows, of_elements = [1] * len(shape), [1] * len(shape)
-    of_rows[dim], of_elements[along] = -1, -1
-    return torch.arange(length, device="cpu").view(of_elements) < lengths.view(of_rows)
+def _names_nan(reference: Reference) -> bool:
+    """Whether functions that the forward leads to tell NaN from numbers."""
+    functions = reference.before.graph.functions
+    return any(not _OF_NAN.isdisjoint(names_in(each.__code__)) for each in functions)
 
 
 def _tensor_pairs(
@@ -370,7 +246,7 @@ def _tensor_pairs(
 def detached(parts: Sequence[Any]) -> list[Any]:
     """These parts of an output, tensors or lists with one entry for each row, without graphs."""
     return [
-        _mapped(part, lambda x, _: x.detach()) if is_entries(part) else part.detach()
+        mapped(part, lambda x, _: x.detach()) if is_entries(part) else part.detach()
         for part in parts
     ]
 
