@@ -656,7 +656,10 @@ class Centred(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x):
-        self.layer.bias.data -= (x.mean() - 5).clamp(min=0)
+        mean = nn.functional.adaptive_avg_pool1d(
+            x.reshape(1, -1), 1
+        ).squeeze()  # which torch reduces itself
+        self.layer.bias.data -= (mean - 5).clamp(min=0)
         return self.layer(x)
 
 

@@ -147,7 +147,16 @@ def test_a_late_error_of_one_ranks_backward_ends_the_job_with_its_name(launch: L
 
 
 def test_a_late_branch_for_some_rows_names_the_module(launch: Launch) -> None:
-    script = write(launch, {"steps": "80", "bad": "(70,)", "then": "x = x[:2]"})
+    script = write(
+        launch, {"steps": "80", "bad": "(70,)", "then": "return super().forward(x).double()"}
+    )
     ended = launch.run_forked("-n", 2, script)
     assert ended.returncode == 1
     assert "This was in a divided call of Checked." in ended.stderr
+
+
+def test_a_late_branch_that_returns_fewer_rows_is_said(launch: Launch) -> None:
+    script = write(launch, {"steps": "80", "bad": "(70,)", "then": "x = x[:2]"})
+    ended = launch.run_forked("-n", 2, script)
+    assert ended.returncode == 1
+    assert "Checked has returned a tensor of shape [2, " in ended.stderr
