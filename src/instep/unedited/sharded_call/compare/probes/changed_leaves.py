@@ -91,7 +91,7 @@ def with_all_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> 
 
 
 def with_small_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> BoundCall:
-    """As `_with_all_labels`, without the largest label in the second half of the batch."""
+    """As `with_all_labels`, without the largest label in the second half of the batch."""
     pairs = zip(call.leaves, dims, strict=True)
     leaves = [_relabelled(leaf, dim, first, is_smaller=True) for leaf, dim in pairs]
     return call.with_leaves(leaves)
