@@ -53,13 +53,13 @@ def depends_on_reductions(reference: Reference, plan: ShardingPlan, group: Shard
     plan takes over all ranks are right. What fails or takes another branch proves nothing.
     Collective. Leaves another state behind.
     """
+    if is_compiled(reference.call.parts):  # it would be compiled anew
+        return False
     forward = reference.forward
     has_own_sums = plan.sums_without_rows is None and not plan.has_reductions
     lengths = forward.reduction_lengths
     probes = [_Probe(OTHER_REDUCTIONS, lengths), _Probe(CONDITIONS, lengths)]
     probes += [_Probe(SUMS, forward.sum_lengths)] if has_own_sums else []
-    if is_compiled(reference.call.parts):
-        return False
     return any(probe.finds_dependency(reference, plan, group) for probe in probes)
 
 
