@@ -35,6 +35,8 @@ from oracle import Log, same_as_one_process
 from pool import ranks
 from sharded_training import Around, batches, sharding, train, unedited
 
+pytestmark = pytest.mark.slow
+
 LATE = 6
 """The call in which something begins; no sample is compared in it."""
 STEPS = 14

@@ -15,6 +15,8 @@ from instep.unedited.sharded_call.plan.module_state.attribute_changes import Att
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 class Driven(nn.Module):
     """Has what drives it as an attribute, as Lightning's modules have their Trainer."""

@@ -12,6 +12,8 @@ from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 Function = Callable[[Tensor], Tensor]
 
 WHOLE: dict[str, Function] = {
