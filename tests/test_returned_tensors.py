@@ -97,6 +97,15 @@ class ReturningBoth(Around):
         return features, features.tanh()
 
 
+def assert_same_when_divided(gradients: Callable[[], list[Tensor]]) -> None:
+    """These gradients are the same where the calls before them are divided."""
+    expected = gradients()
+    with sharding():
+        for _ in range(3):
+            torch.testing.assert_close(gradients(), expected)
+    assert modules.call_counts.sharded == 3
+
+
 def looked_at(output: Tensor) -> Any:
     return output.argmax(1)
 
@@ -121,11 +130,7 @@ def test_an_output_that_is_looked_at_without_gradients_keeps_its_own(
         (features.square().mean() + scores.square().mean()).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    expected = gradients()
-    with sharding():
-        for _ in range(3):
-            torch.testing.assert_close(gradients(), expected)
-    assert modules.call_counts.sharded == 3
+    assert_same_when_divided(gradients)
 
 
 @pytest.mark.parametrize("rows", [2, 4])
@@ -158,8 +163,4 @@ def test_a_hook_on_an_output_that_couples_rows_is_differentiated_again() -> None
         (scores.square().mean() + of_input.norm(dim=1).mean()).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    expected = gradients()
-    with sharding():
-        for _ in range(3):
-            torch.testing.assert_close(gradients(), expected)
-    assert modules.call_counts.sharded == 3
+    assert_same_when_divided(gradients)
