@@ -216,6 +216,29 @@ def between_evaluations(log: Log) -> None:
     train(log, model, step, steps=6)
 
 
+class Sealed(dict):  # type: ignore[type-arg]
+    """Its items cannot be changed by these methods, as those of transformers' outputs."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("sealed")
+
+    pop = update
+
+
+class OfSealed(Keeping):
+    def forward(self, given: Sealed) -> Tensor:
+        return super().forward(given["x"])
+
+
+def of_a_sealed_dict(log: Log) -> None:
+    model = OfSealed(sets(last=lambda _, h: h.square().mean()))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(Sealed(x=x)), y) + model.last
+
+    train(log, model, step, steps=6)
+
+
 def begins_to_follow(model: Any) -> None:
     model.calls += 1
     model.is_followed = model.calls > 3
@@ -238,6 +261,7 @@ DIVIDED: dict[str, tuple[Training, int]] = {
         ),
         1,
     ),
+    "a mean, of a dict that cannot be updated": (of_a_sealed_dict, 1),
     "a mean, reset": (
         keeps(
             sets(last=lambda _, h: h.square().mean()),

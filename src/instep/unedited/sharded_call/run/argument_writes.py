@@ -123,8 +123,10 @@ def write_back(value: Any, call: BoundCall) -> Any:
     arguments = [*call.args, *call.kwargs.values()]
     for each, items, removed in zip(_dicts(arguments), value.items, value.removed, strict=True):
         for key in removed:
-            each.pop(key, None)
-        each.update(items)
+            if key in each:  # a dict may be given twice
+                del each[key]
+        for key, item in items.items():
+            each[key] = item
     for (part, name), kept in value.kept.items():
         if not any(isinstance(leaf, Unset) for leaf in leaves_of(kept)):
             namespace = _namespace(call.parts[part], name)
