@@ -32,9 +32,10 @@ from instep.distributed.shm.memory import host_memory
 from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory, numa_nodes
 from instep.distributed.shm.memory.mapping import PAGE, open_memory
 from instep.process.patching import PatchHandle
+from instep.training import one_copy
 from instep.training.errors import DriftError
-from instep.training.optimizer_shards import host_copy
-from instep.training.optimizer_shards.host_copy import MOST_WRITES, HostCopy
+from instep.training.one_copy import MOST_WRITES
+from instep.training.optimizer_shards.host_copy import HostCopy
 from instep.unedited.optimizer_steps import divided_steps
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 from launching import Launch
@@ -225,7 +226,7 @@ def opened_memory() -> int | None:
 def small_copies() -> Iterator[None]:
     """Inside, small models have a common copy, too, in steps of unedited scripts."""
     with pytest.MonkeyPatch.context() as patch, PatchHandle(OPTIMIZER_PATCHES):
-        patch.setattr(host_copy, "FEWEST_ELEMENTS", 100)
+        patch.setattr(one_copy, "FEWEST_ELEMENTS", 100)
         yield
 
 
@@ -390,7 +391,7 @@ def test_memory_that_others_have_stays_where_it_is() -> None:
 @pytest.mark.parametrize(("setting", "has_copy"), [("auto", False), ("on", True)])
 def test_ranks_on_several_numa_nodes_have_copies_of_their_own(setting, has_copy) -> None:
     with small_copies(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "numa_nodes", lambda _: {instep.rank})
+        patch.setattr(one_copy, "numa_nodes", lambda _: {instep.rank})
         training = Training(OPTIMIZERS["SGD"], setting=setting)
         for _ in range(4):
             training.step()
@@ -744,7 +745,7 @@ def sharded_both(make, between=lambda model, optimizer, step: None) -> list[nn.M
     for step in range(STEPS):
         for setting, model, optimizer in zip(("auto", "off"), models, optimizers, strict=True):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(host_copy, "FEWEST_ELEMENTS", 100)
+                patch.setattr(one_copy, "FEWEST_ELEMENTS", 100)
                 patch.setenv("INSTEP_HOST_COPY", setting)
                 optimizer.zero_grad()
                 model(instep.shard(inputs)).square().mean().backward()

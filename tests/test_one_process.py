@@ -424,8 +424,8 @@ ProcessChoice.finish_phase = pretend
 CallTuner.is_due = CallTuner.has_chosen_whole = property(lambda tuner: False)
 # Who imports instep.training is left alone.
 divided_steps = sys.modules["instep.unedited.optimizer_steps.divided_steps"]
-host_copy = sys.modules["instep.training.optimizer_shards.host_copy"]
-host_copy.FEWEST_ELEMENTS, host_copy.MOST_WRITES = 100, 0
+one_copy = sys.modules["instep.training.one_copy"]
+one_copy.FEWEST_ELEMENTS, one_copy.MOST_WRITES = 100, 0
 
 def is_ahead():
     fallback = current_fallback()

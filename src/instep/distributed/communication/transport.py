@@ -65,6 +65,10 @@ class Transport(Protocol):
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         """Reduce tensors of one dtype over all ranks, each into itself."""
 
+    def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
+        """Reduce contiguous tensors of one dtype over all ranks into 1-D tensors in the memory of
+        `open_memory`, which all ranks share: each rank writes a part of them."""
+
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         """Start to reduce a contiguous `tensor` into root's; on other ranks it is overwritten."""
 
@@ -170,6 +174,9 @@ class ProcessGroupTransport:
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
             pending.wait()
+
+    def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
+        raise AssertionError("these ranks have no memory in common")
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         self._count()
@@ -293,6 +300,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         self._count()
         self._shm_group.all_reduce_now(tensors, _OPS[op])
+
+    def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
+        self._count()
+        self._shm_group.all_reduce_to_host_now(tensors, results, _OPS[op])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._count()

@@ -26,7 +26,7 @@ from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.memory_handover import open_on_all_ranks
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
-from instep.distributed.shm.shared_buckets import Resident, SharedBucket
+from instep.distributed.shm.shared_buckets import Resident, SharedBucket, reduce_to_host
 from instep.distributed.shm.work_queue import Collective, Signature, Step, WorkQueue
 from instep.process.torch_private.compiler import skip_methods
 from instep.process.torch_private.distributed import (
@@ -116,6 +116,21 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         shape = tensors[0].shape if len(tensors) == 1 else (sum(t.numel() for t in tensors),)
         signature = ("all_reduce", shape, tensors[0].dtype, self._recorded_as, None, reduction.name)
         self._queue.run(Collective(step, tensors, signature=signature), "all_reduce", tensors)
+
+    def all_reduce_to_host_now(
+        self, tensors: list[Tensor], results: list[Tensor], op: ReduceOp.RedOpType
+    ) -> None:
+        """As `all_reduce_now`, into `results`: 1-D tensors in memory that all ranks share."""
+        reduction = _reduction(op, tensors)
+        assert reduction is not None
+        exchange, chosen = self._exchange, reduction
+
+        def step(_: list[Tensor], values: list[Tensor], timeout: timedelta | None) -> None:
+            reduce_to_host(exchange, values, results, chosen, timeout)
+
+        numel = sum(tensor.numel() for tensor in tensors)
+        signature = self._signature("all_reduce", (numel,), tensors[0].dtype, None, chosen.name)
+        self._queue.run(Collective(step, (), tensors, signature=signature), "all_reduce", results)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, without torch's dispatcher."""

@@ -82,9 +82,10 @@ class Exchange:
         self.size = len(peers)
         data = memory.numpy().data
         self.signals = Signals(data, rank, peers, default_timeout)
-        self._others = [other for other in range(self.size) if other != rank]
-        self._staging = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size)
-        self.part_bytes = self._staging.part_bytes
+        self.others = [other for other in range(self.size) if other != rank]
+        """The other ranks."""
+        self.staging = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size)
+        self.part_bytes = self.staging.part_bytes
         """How many bytes a rank stages at a time."""
         self._buffers: dict[torch.dtype, list[Tensor]] = {}
         self.peer_memory: PeerMemory | None = None
@@ -143,8 +144,8 @@ class Exchange:
         """Replace `flat` by that of rank `root`."""
         signature = signature_of("broadcast", flat.dtype, flat.numel(), root=root)
         raw = flat.view(torch.uint8)
-        for chunk in self._chunks(raw.numel(), self._staging.part_bytes):
-            staged = self._staging.part(chunk.use, root, torch.uint8, chunk.stop - chunk.start)
+        for chunk in self._chunks(raw.numel(), self.staging.part_bytes):
+            staged = self.staging.part(chunk.use, root, torch.uint8, chunk.stop - chunk.start)
             piece = raw[chunk.start : chunk.stop]
             if self.rank == root:
                 staged.copy_(piece)
@@ -165,8 +166,8 @@ class Exchange:
         """
         signature = signature or signature_of("all_gather", flat.dtype, flat.numel())
         raw = flat.view(torch.uint8)
-        if 0 < raw.numel() <= self._staging.part_bytes:
-            views = self._staging.parts(torch.uint8, raw.numel())
+        if 0 < raw.numel() <= self.staging.part_bytes:
+            views = self.staging.parts(torch.uint8, raw.numel())
             views[self.rank].copy_(raw)
             self.signals.barrier(signature, timeout)
             for output, view in zip(outputs, views, strict=True):
@@ -179,7 +180,7 @@ class Exchange:
         self, mine: bytes, signature: CollectiveSignature, timeout: timedelta | None
     ) -> bytes:
         """The few bytes of each rank, one rank after the other; all have the same number."""
-        parts = self._staging.bytes_of_parts(len(mine))
+        parts = self.staging.bytes_of_parts(len(mine))
         parts[self.rank][:] = mine
         self.signals.barrier(signature, timeout)
         return b"".join(parts)
@@ -206,18 +207,18 @@ class Exchange:
             if self.count_ranks(has_read, timeout) == self.size:
                 return
             self.peer_memory = None  # as on every other rank
-        chunks = [_chunks_of_bytes(each, self._staging.part_bytes) or [[]] for each in parts]
+        chunks = [_chunks_of_bytes(each, self.staging.part_bytes) or [[]] for each in parts]
         for pieces in zip_longest(*chunks, fillvalue=[]):
-            use = self._staging.next_use()
+            use = self.staging.next_use()
             sizes = [[piece.numel() for piece in each] for each in pieces]
             staged = [
-                self._staging.part(use, rank, torch.uint8, sum(sizes[rank]))
+                self.staging.part(use, rank, torch.uint8, sum(sizes[rank]))
                 for rank in range(self.size)
             ]
             if pieces[self.rank]:
                 torch.cat(pieces[self.rank], out=staged[self.rank])
             self.signals.barrier(signature, timeout)
-            for other in self._others:
+            for other in self.others:
                 values = staged[other].split(sizes[other])
                 for piece, value in zip(pieces[other], values, strict=True):
                     piece.copy_(value)
@@ -231,7 +232,7 @@ class Exchange:
         may not trace the others from then on.
         """
         assert self.peer_memory is not None
-        for other in self._others:
+        for other in self.others:
             try:
                 self.peer_memory.read_each(other, addresses[other], parts[other])
             except PermissionError:
@@ -255,19 +256,19 @@ class Exchange:
         signature = signature or signature_of(
             "reduce_scatter", out.dtype, out.numel(), reduction.name
         )
-        for chunk in self._chunks(out.numel(), self._staging.slot_bytes // out.itemsize):
+        for chunk in self._chunks(out.numel(), self.staging.slot_bytes // out.itemsize):
             numel = chunk.stop - chunk.start
-            for other in self._others:
-                staged = self._staging.slot(chunk.use, self.rank, other, out.dtype, numel)
+            for other in self.others:
+                staged = self.staging.slot(chunk.use, self.rank, other, out.dtype, numel)
                 staged.copy_(inputs[other][chunk.start : chunk.stop])
             self.signals.barrier(signature, timeout)
             parts = [
-                self._staging.slot(chunk.use, rank, self.rank, out.dtype, numel)
+                self.staging.slot(chunk.use, rank, self.rank, out.dtype, numel)
                 for rank in range(self.size)
             ]
             own = inputs[self.rank][chunk.start : chunk.stop]
             parts[self.rank].copy_(own)
-            buffers = self._buffers_for(out.dtype, numel)
+            buffers = self.buffers_for(out.dtype, numel)
             reduce_into(out[chunk.start : chunk.stop], parts, reduction, buffers)
 
     def _one_shot_reduce(
@@ -278,32 +279,32 @@ class Exchange:
         timeout: timedelta | None,
     ) -> None:
         """Every rank reduces everything: one barrier, but each rank reads the staging of all."""
-        numel, longest = flat.numel(), self._staging.part_bytes // flat.itemsize
+        numel, longest = flat.numel(), self.staging.part_bytes // flat.itemsize
         for piece in flat.split(longest) if numel > longest else (flat,):
             numel = piece.numel()
-            views = self._staging.parts(flat.dtype, numel)
+            views = self.staging.parts(flat.dtype, numel)
             views[self.rank].copy_(piece)
             self.signals.barrier(signature, timeout)
             if self.size == 2:  # my tensor is nearer than its staged copy
                 views = [piece, views[1]] if self.rank == 0 else [views[0], piece]
-            reduce_into(piece, views, reduction, self._buffers_for(flat.dtype, numel))
+            reduce_into(piece, views, reduction, self.buffers_for(flat.dtype, numel))
 
     def _is_read_directly(self, parts: Sequence[Sequence[Tensor]]) -> bool:
         """Whether it is faster, and the addresses have room in the staging."""
         largest = max(sum(tensor.nbytes for tensor in each) for each in parts)
-        return largest >= _DIRECT_BYTES and max(map(len, parts)) < self._staging.part_bytes // 8
+        return largest >= _DIRECT_BYTES and max(map(len, parts)) < self.staging.part_bytes // 8
 
     def _publish_addresses(
         self, tensors: Sequence[Tensor], signature: CollectiveSignature, timeout: timedelta | None
     ) -> list[list[int]]:
         """The addresses of all ranks' tensors. Until the next barrier the others may read these."""
-        use, longest = self._staging.next_use(), self._staging.part_bytes // 8
+        use, longest = self.staging.next_use(), self.staging.part_bytes // 8
         mine = torch.tensor(
             [len(tensors), *(tensor.data_ptr() for tensor in tensors)], device="cpu"
         )
-        self._staging.part(use, self.rank, torch.int64, longest)[: mine.numel()] = mine
+        self.staging.part(use, self.rank, torch.int64, longest)[: mine.numel()] = mine
         self.signals.barrier(signature, timeout)
-        parts = [self._staging.part(use, r, torch.int64, longest) for r in range(self.size)]
+        parts = [self.staging.part(use, r, torch.int64, longest) for r in range(self.size)]
         return [part[1 : 1 + int(part[0])].tolist() for part in parts]
 
     def _two_shot_reduce(
@@ -315,7 +316,7 @@ class Exchange:
         root: int,
     ) -> None:
         """Reduce `flat` chunk by chunk; the result goes to the ranks whose `root` is their own."""
-        longest = self._staging.slot_bytes // flat.itemsize * self.size
+        longest = self.staging.slot_bytes // flat.itemsize * self.size
         chunks = list(self._chunks(flat.numel(), longest))
         for step in range(len(chunks) + 2):
             if step >= 2 and root == self.rank:
@@ -329,7 +330,7 @@ class Exchange:
 
     def _stage(self, flat: Tensor, chunk: _Chunk) -> None:
         """Stage the shares of the other ranks."""
-        for other in self._others:
+        for other in self.others:
             staged, piece = self._share(flat, chunk, self.rank, other)
             staged.copy_(piece)
 
@@ -340,7 +341,7 @@ class Exchange:
             own if rank == self.rank else self._share(flat, chunk, rank, self.rank)[0]
             for rank in range(self.size)
         ]
-        reduce_into(out, parts, reduction, self._buffers_for(flat.dtype, out.numel()))
+        reduce_into(out, parts, reduction, self.buffers_for(flat.dtype, out.numel()))
 
     def _fetch(self, flat: Tensor, chunk: _Chunk) -> None:
         """Copy all ranks' results of a chunk into my tensor."""
@@ -351,7 +352,7 @@ class Exchange:
     def _share(self, flat: Tensor, chunk: _Chunk, rank: int, of: int) -> tuple[Tensor, Tensor]:
         """The share of rank `of`: as `rank` stages it, and in my tensor."""
         start, stop = chunk.bounds[of], chunk.bounds[of + 1]
-        staged = self._staging.slot(chunk.use, rank, of, flat.dtype, stop - start)
+        staged = self.staging.slot(chunk.use, rank, of, flat.dtype, stop - start)
         return staged, flat[start:stop]
 
     def _chunks(self, numel: int, longest: int) -> Iterator[_Chunk]:
@@ -359,14 +360,14 @@ class Exchange:
         for start in range(0, max(numel, 1), longest):
             stop = min(start + longest, numel)
             bounds = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
-            yield _Chunk(self._staging.next_use(), start, stop, bounds)
+            yield _Chunk(self.staging.next_use(), start, stop, bounds)
 
-    def _buffers_for(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+    def buffers_for(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """This rank's private memory for the inner nodes of the reduction tree."""
         if self.size <= 2:
             return []
         if dtype not in self._buffers:
-            longest = max(self._staging.slot_bytes, _ONE_SHOT_BYTES // self.size) // dtype.itemsize
+            longest = max(self.staging.slot_bytes, _ONE_SHOT_BYTES // self.size) // dtype.itemsize
             with torch.inference_mode(False):
                 self._buffers[dtype] = [
                     torch.empty(longest, dtype=dtype, device="cpu")

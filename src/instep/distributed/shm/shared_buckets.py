@@ -1,15 +1,18 @@
-"""Buckets in shared memory, which all ranks reduce in place.
+"""Reductions whose result is in shared memory.
 
 `all_reduce` copies a tensor into the mapping and out again. A resident bucket is in shared memory
 already: each rank reduces its own share of it, in pieces that stay in cache, and writes the result
-to every rank's bucket.
+to every rank's bucket. `reduce_to_host` reads tensors of the ranks' own memory, and all ranks share
+one result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -29,6 +32,8 @@ from instep.process.torch_private.distributed import Work
 
 _PIECE_BYTES = 256 << 10
 _ALIGNMENT = 64  # bytes; a cache line has one writer
+_Piece = tuple[int, int, int]
+"""Elements of one of several tensors: which tensor, the first, and the one after the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +113,80 @@ class SharedBucket:
             [part[lo : min(lo + length, stop)] for part in self.parts]
             for lo in range(start, stop, length)
         ]
+
+
+def reduce_to_host(
+    exchange: Exchange,
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    reduction: Reduction,
+    timeout: timedelta | None,
+) -> None:
+    """Write the reduction of all ranks' `tensors[k]` to `results[k]`, which is memory of all ranks.
+
+    All are 1-D, contiguous and of one dtype. Each rank reduces its share of all elements, which the
+    others stage for it chunk by chunk: while one chunk is reduced, the next one is staged.
+    """
+    sizes, dtype = [tensor.numel() for tensor in tensors], tensors[0].dtype
+    signature = signature_of("all_reduce", dtype, sum(sizes), reduction.name)
+    edges = [sum(sizes) * rank // exchange.size for rank in range(exchange.size + 1)]
+    longest = exchange.staging.slot_bytes // dtype.itemsize
+    shares = [_pieces(sizes, start, stop, longest) for start, stop in pairwise(edges)]
+    staged: tuple[int, list[_Piece]] | None = None
+    for chunks in (*zip_longest(*shares, fillvalue=[]), None):
+        if chunks is not None:
+            use = exchange.staging.next_use()
+            for other in exchange.others:
+                _stage(exchange, use, other, [tensors[k][lo:hi] for k, lo, hi in chunks[other]])
+        if staged is not None:
+            _reduce_staged(exchange, *staged, tensors, results, reduction)
+        exchange.signals.barrier(signature, timeout)
+        staged = None if chunks is None else (use, chunks[exchange.rank])
+
+
+def _pieces(sizes: Sequence[int], start: int, stop: int, longest: int) -> list[list[_Piece]]:
+    """The elements from `start` to `stop` of tensors of these sizes, counted one tensor after the
+    other, in chunks of `longest` and a shorter one."""
+    chunks: list[list[_Piece]] = [[] for _ in range(start, stop, longest)]
+    begin = 0
+    for k, size in enumerate(sizes):
+        position, end = max(start, begin), min(stop, begin + size)
+        while position < end:
+            chunk = (position - start) // longest
+            until = min(end, start + (chunk + 1) * longest)
+            chunks[chunk].append((k, position - begin, until - begin))
+            position = until
+        begin += size
+    return chunks
+
+
+def _stage(exchange: Exchange, use: int, reader: int, pieces: Sequence[Tensor]) -> None:
+    if pieces:
+        numel = sum(piece.numel() for piece in pieces)
+        slot = exchange.staging.slot(use, exchange.rank, reader, pieces[0].dtype, numel)
+        torch.cat(list(pieces), out=slot)
+
+
+def _reduce_staged(
+    exchange: Exchange,
+    use: int,
+    pieces: Sequence[_Piece],
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    reduction: Reduction,
+) -> None:
+    """Reduce this rank's pieces of a chunk that the others have staged."""
+    rank, dtype, offset = exchange.rank, tensors[0].dtype, 0
+    numel = sum(stop - start for _, start, stop in pieces)
+    slots = {
+        other: exchange.staging.slot(use, other, rank, dtype, numel) for other in exchange.others
+    }
+    for k, start, stop in pieces:
+        own, end = tensors[k][start:stop], offset + stop - start
+        parts = [own if each == rank else slots[each][offset:end] for each in range(exchange.size)]
+        buffers = exchange.buffers_for(dtype, stop - start)
+        reduce_into(results[k][start:stop], parts, reduction, buffers)
+        offset = end
 
 
 def _map_on_all_ranks(exchange: Exchange, size: int) -> Tensor:

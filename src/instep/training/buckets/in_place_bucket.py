@@ -15,6 +15,7 @@ from instep.process.torch_private.tensors import (
 )
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.grad_bucket import GradBucket
+from instep.training.buckets.host_sums import HostSums
 from instep.training.buckets.layout import BucketLayout
 
 _SMALL_BYTES = 16 << 10
@@ -38,6 +39,14 @@ class InPlaceBucket(GradBucket):
         self._grads: dict[int, Tensor] = {}
         self._totals: list[Tensor] = []
         self._flags = self._trailer
+        self._host_sums = HostSums()
+        self._large = {
+            k: None
+            for k, slot in enumerate(layout.slots)
+            if (parameter := parameters[slot.index]).nbytes > _SMALL_BYTES
+            and parameter.is_contiguous()
+        }
+        """Which slots have sums of which the host may keep one copy."""
 
     def add(self, index: int, grad: Tensor) -> None:
         if index in self.filled:
@@ -80,14 +89,19 @@ class InPlaceBucket(GradBucket):
             else:
                 self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
                 self._flags[k] = 0
-        tensors = [self._flags, *self._totals]
-        if self._flags.is_complex():
-            tensors = list(map(as_real, tensors))
-        small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
-        large = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
-        packed = flatten_dense_tensors(small)
-        transport.all_reduce_each([packed, *large], "sum")
-        foreach_copy_(small, unflatten_dense_tensors(packed, small))
+        grads = [self._totals[k] for k in self._large]
+        if not self._host_sums.can_begin(grads, transport):
+            _sum_each([self._flags, *self._totals], transport)
+            return
+        obstacles = self._flags.new_tensor(self._host_sums.obstacles(grads))
+        others = [total for k, total in enumerate(self._totals) if k not in self._large]
+        _sum_each([self._flags, obstacles, *others], transport)
+        sums = self._host_sums.sum(grads, list(map(bool, obstacles.tolist())), transport)
+        if sums is None:
+            _sum_each(grads, transport)
+            return
+        for k, total in zip(self._large, sums, strict=True):
+            self._totals[k] = total
 
     def own_grad(self, index: int) -> Tensor:
         grad = self._grads.get(index)
@@ -110,6 +124,18 @@ class InPlaceBucket(GradBucket):
     def _zeros(self, index: int, numel: int) -> Tensor:
         parameter = self._parameters.get(index)
         return self._trailer.new_zeros(numel) if parameter is None else torch.zeros_like(parameter)
+
+
+def _sum_each(tensors: Sequence[Tensor], transport: Transport) -> None:
+    """Sum each of these over the ranks, into itself. Collective."""
+    if tensors[0].is_complex():
+        tensors = list(map(as_real, tensors))
+    small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+    large = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
+    packed = [flatten_dense_tensors(small)] if small else []
+    transport.all_reduce_each([*packed, *large], "sum")
+    if small:
+        foreach_copy_(small, unflatten_dense_tensors(packed[0], small))
 
 
 def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:

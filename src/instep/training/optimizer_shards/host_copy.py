@@ -10,33 +10,21 @@ goes on in new memory, so that the child keeps the values that it has seen, as a
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
-from instep.distributed.errors import SharedMemoryError
 from instep.distributed.numbers import on_all_ranks
-from instep.distributed.shm.memory.host_memory import HostMemory, numa_nodes
-from instep.process import settings
+from instep.distributed.shm.memory.host_memory import HostMemory
 from instep.process.malloc import release_pages
-from instep.process.torch_private.tensors import storage_use_count
+from instep.training import one_copy
 from instep.training.optimizer_shards.layout import Part, flatten
 from instep.training.optimizer_shards.waiting_threads import do_others_wait
 
-FEWEST_ELEMENTS = 1 << 20
-"""Below, the two barriers of a step take longer than what it saves."""
-MOST_TRIES = 3
-"""Of a copy: another tensor of the script may have the memory only for a while."""
-MOST_WRITES = 3
-"""Steps that may find what the script has written. A page costs it some microseconds; a script
-that writes in every step has memory of its own from then on."""
 _ALIGNMENT = 64
 """Bytes; that of PyTorch's own tensors."""
 
@@ -65,7 +53,7 @@ class HostCopy:
         self._replaced: list[Tensor] = []
         """The tensors' memory before the copy, which another thread may still be reading."""
         self._forks = 0
-        self._tries, self._writes = MOST_TRIES, MOST_WRITES
+        self._tries, self._writes = one_copy.MOST_TRIES, one_copy.MOST_WRITES
 
     def prepare(
         self,
@@ -91,7 +79,7 @@ class HostCopy:
             if not self.can_begin(columns[0], transport):
                 return False
             self._tries -= 1
-            if not (_are_near(transport) and self._can_move(columns, views, transport)):
+            if not (one_copy.are_near(transport) and self._can_move(columns, views, transport)):
                 return False
             return self._make(columns, own_parts(), transport)
         if transport is self._transport and self._is_current(self._memory, columns, transport):
@@ -102,9 +90,7 @@ class HostCopy:
 
     def can_begin(self, parameters: Sequence[Tensor], transport: Transport) -> bool:
         """Whether `prepare` would try to make a copy; the same on all ranks."""
-        if self._tries == 0 or str(settings.HOST_COPY) == "off":
-            return False
-        return transport.size > 1 and transport.in_place and are_many(parameters)
+        return self._tries > 0 and one_copy.can_share(transport) and are_many(parameters)
 
     def slices_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of tensors with the parameters' layouts, 1-D; of no tensors, none."""
@@ -134,25 +120,20 @@ class HostCopy:
             return False
         if tensor.is_inference() or tensor.is_shared():
             return False
-        storage = tensor.untyped_storage()
         # PyTorch's own memory, or ours: an array of NumPy's is nobody's that could be counted.
-        is_own = storage.resizable() or _layout(tensor) in self._layouts
-        references = 2 + views[storage.data_ptr()]  # the tensor, and `storage`
-        return (
-            is_own
-            and storage_use_count(storage._cdata) == references
-            and _count_python_references(tensor) == _PYTHON_REFERENCES + 1  # `storage` again
-        )
+        is_own = tensor.untyped_storage().resizable() or _layout(tensor) in self._layouts
+        known = views[tensor.untyped_storage().data_ptr()]
+        return is_own and not one_copy.has_other_users(tensor, known)
 
     def _make(self, columns: Columns, parts: Sequence[Part], transport: Transport) -> bool:
         tensors = [tensor for column in columns for tensor in column]
-        memory = _open(sum(map(_size, tensors)), transport)
+        memory = one_copy.open_one_copy(sum(map(_size, tensors)), transport)
         if memory is None:
             return False
         places = {id(parameter): place for place, parameter in enumerate(columns[0])}
         self.places = [places[id(part.parameter)] for part in parts]
         self._bounds = [(part.start, part.stop) for part in parts]
-        self._memory, self._transport, self._forks = memory, transport, _forks.count
+        self._memory, self._transport, self._forks = memory, transport, one_copy.forks.count
         views: list[Tensor] = []
         slices: list[list[Tensor]] = []
         offset = 0
@@ -186,7 +167,7 @@ class HostCopy:
         """Whether the copy is what the script sees on all ranks, or can become it."""
         has_moved = self._layouts != [_layout(tensor) for column in columns for tensor in column]
         seen = torch.tensor(
-            [has_moved, memory.has_private_pages(), self._forks != _forks.count],
+            [has_moved, memory.has_private_pages(), self._forks != one_copy.forks.count],
             dtype=torch.int32,
             device="cpu",
         )
@@ -194,8 +175,10 @@ class HostCopy:
         has_moved, is_written, has_forked = map(bool, seen.tolist())
         if has_moved or (is_written and not self._accept_writes(memory, transport)):
             return False
-        if has_forked and not self._take_new_memory(memory, transport):  # a child has the old one
-            return False
+        if has_forked:
+            self._forks = one_copy.forks.count
+            if not one_copy.write_to_new_memory(memory, transport):
+                return False
         if is_written or has_forked:
             for view, shared in self._own:
                 shared.copy_(view)
@@ -212,78 +195,10 @@ class HostCopy:
         self._tries = 0
         return False
 
-    def _take_new_memory(self, memory: HostMemory, transport: Transport) -> bool:
-        """Let what is shared be written to new memory; False if there is none."""
-        self._forks = _forks.count
-        try:
-            descriptor = transport.open_memory(memory.size)
-        except SharedMemoryError:
-            return False
-        assert descriptor is not None
-        memory.write_to(descriptor)
-        return True
-
-
-def _count_python_references(tensor: Tensor) -> int:
-    """References to a tensor's storage, of which there is one Python object at a time."""
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage)
-
-
-_PYTHON_REFERENCES = _count_python_references(torch.empty(1, device="cpu"))
-"""Of a storage that nobody else has."""
-
-
-class _ForkCounter:
-    """How often this process has forked since the first `HostCopy`."""
-
-    count = 0
-    _is_counting = False
-
-    def begin(self) -> None:
-        """Count from now on, if it does not yet."""
-        if not self._is_counting:
-            self._is_counting = True
-            os.register_at_fork(after_in_parent=self._add)
-
-    def _add(self) -> None:
-        self.count += 1
-
-
-_forks = _ForkCounter()
-
 
 def are_many(parameters: Sequence[Tensor]) -> bool:
     """Whether one copy of parameters pays; the same on all ranks."""
-    return sum(map(Tensor.numel, parameters)) >= FEWEST_ELEMENTS
-
-
-def _are_near(transport: Transport) -> bool:
-    """Whether all ranks run on one NUMA node, or need not: from another one's memory a rank would
-    read all parameters more slowly in every step. Collective."""
-    if str(settings.HOST_COPY) == "on":
-        return True
-    nodes = numa_nodes(os.sched_getaffinity(0))
-    node = nodes.pop() if len(nodes) == 1 else -1
-    found = torch.tensor([node, -node], dtype=torch.int32, device="cpu")
-    transport.all_reduce(found, "max").wait()
-    highest, lowest = found.tolist()
-    return bool(highest == -lowest and highest >= 0)
-
-
-def _open(size: int, transport: Transport) -> HostMemory | None:
-    """New memory on all ranks, or None on all of them. Collective."""
-    _forks.begin()
-    try:
-        descriptor = transport.open_memory(size)
-    except SharedMemoryError:
-        return None
-    if descriptor is None:
-        return None
-    memory = None
-    with suppress(OSError):  # too little address space, or a kernel that tells nothing of pages
-        memory = HostMemory(descriptor)
-    return memory if on_all_ranks(memory is not None, transport) else None
+    return sum(map(Tensor.numel, parameters)) >= one_copy.FEWEST_ELEMENTS
 
 
 def _are_equal(parts: Iterable[memoryview], transport: Transport) -> bool:

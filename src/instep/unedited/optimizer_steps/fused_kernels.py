@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from instep.distributed.communication.tensors import is_dense
 from instep.process.patching import Function
-from instep.training.optimizer_shards import host_copy
+from instep.training import one_copy
 from instep.unedited.optimizer_steps import divided_steps
 
 _DTYPES = (torch.float32, torch.float64)
@@ -54,7 +54,7 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
     """
     elements = sum(map(Tensor.numel, cast("list[Tensor]", lists[0])))
     is_fused = elements >= _FEWEST_ELEMENTS and _is_open(options) and bool(options.get("momentum"))
-    is_worth_it = is_fused or elements >= host_copy.FEWEST_ELEMENTS
+    is_worth_it = is_fused or elements >= one_copy.FEWEST_ELEMENTS
     if not (is_worth_it and _is_plain(options) and _has_sgd_kernel(lists)):
         return original(*lists, **options)
     return _step(original, lists, options, is_fused)

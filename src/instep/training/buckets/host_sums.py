@@ -1,0 +1,110 @@
+"""The sums of gradients, of which the CPU ranks of a host keep one copy.
+
+Each rank sums its share of every gradient into memory that all ranks see, and nothing is copied
+afterwards. To everybody else the sums are tensors of this rank alone: what a script writes to one
+goes to pages of its own rank (`HostMemory`). Before the next sums the ranks ask each other whether
+somebody still has a sum, which then keeps its values in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.distributed.shm.memory.host_memory import HostMemory
+from instep.training import one_copy
+
+_ALIGNMENT = 64
+"""Bytes; that of PyTorch's own tensors."""
+
+
+class HostSums:
+    """The sums of some gradients: contiguous tensors of one dtype, of the same sizes on all ranks
+    and in all steps."""
+
+    def __init__(self) -> None:
+        self._memory: HostMemory | None = None
+        self._sums: list[Tensor] = []
+        """As this rank's script sees them."""
+        self._shared: list[Tensor] = []
+        """As all ranks see them, 1-D."""
+        self._tries, self._writes = one_copy.MOST_TRIES, one_copy.MOST_WRITES
+        self._forks = 0
+
+    def can_begin(self, grads: Sequence[Tensor], transport: Transport) -> bool:
+        """Whether `sum` may be called; the same on all ranks."""
+        numel = sum(map(Tensor.numel, grads))
+        return (
+            self._tries > 0
+            and numel >= one_copy.FEWEST_ELEMENTS
+            and one_copy.can_share(transport)
+            and grads[0].is_floating_point()
+        )
+
+    def obstacles(self, grads: Sequence[Tensor]) -> list[bool]:
+        """What `sum` has to know of every rank: whether its gradients are not contiguous, somebody
+        has a sum, has written to one, and the process has forked since the last sums."""
+        is_other = not all(grad.is_contiguous() for grad in grads)
+        if self._memory is None:
+            return [is_other, False, False, False]
+        is_held = any(map(one_copy.has_other_users, self._sums))
+        is_written = self._memory.has_private_pages()
+        return [is_other, is_held, is_written, self._forks != one_copy.forks.count]
+
+    def sum(
+        self, grads: Sequence[Tensor], obstacles: Sequence[bool], transport: Transport
+    ) -> list[Tensor] | None:
+        """The sums over the ranks; None where each rank is to have its own. Collective.
+
+        `obstacles`: for each, whether any rank has it.
+        """
+        is_other, is_held, is_written, has_forked = obstacles
+        if is_held or (is_written and self._writes == 0):
+            self._leave()
+            return None
+        if is_other or not self._has_memory(grads, is_written, has_forked, transport):
+            return None
+        transport.all_reduce_to_host(list(grads), self._shared, "sum")
+        return self._sums
+
+    def _leave(self) -> None:
+        """Let whoever has a sum keep it, and share no more if the script writes to sums."""
+        assert self._memory is not None
+        self._memory.leave()
+        self._memory, self._sums, self._shared = None, [], []
+        self._tries = self._tries - 1 if self._writes else 0
+
+    def _has_memory(
+        self, grads: Sequence[Tensor], is_written: bool, has_forked: bool, transport: Transport
+    ) -> bool:
+        """Whether there is memory in which nobody has a sum. Collective."""
+        if self._memory is None:
+            memory = self._memory = self._open(grads, transport)
+            return memory is not None
+        if has_forked:
+            self._forks = one_copy.forks.count
+            if not one_copy.write_to_new_memory(self._memory, transport):
+                self._writes = 0
+                self._leave()
+                return False
+        if is_written or has_forked:
+            self._writes -= is_written
+            self._memory.drop_private_pages()
+        return True
+
+    def _open(self, grads: Sequence[Tensor], transport: Transport) -> HostMemory | None:
+        ends = list(accumulate(-(-grad.nbytes // _ALIGNMENT) * _ALIGNMENT for grad in grads))
+        memory = None
+        if one_copy.are_near(transport):
+            memory = one_copy.open_one_copy(ends[-1], transport)
+        if memory is None:
+            self._tries = 0
+            return None
+        for grad, offset in zip(grads, (0, *ends), strict=False):
+            self._sums.append(memory.private(grad, offset).data)  # without a base
+            self._shared.append(memory.shared(grad.view(-1), offset))
+        self._forks = one_copy.forks.count
+        return memory
