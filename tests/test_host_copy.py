@@ -24,17 +24,17 @@ from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import instep
+from instep.distributed import one_copy
 from instep.distributed.communication import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.errors import PeerDiedError, SharedMemoryError
+from instep.distributed.one_copy import MOST_WRITES
 from instep.distributed.shm import memory_handover
 from instep.distributed.shm.memory import host_memory
 from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory, numa_nodes
 from instep.distributed.shm.memory.mapping import PAGE, open_memory
 from instep.process.patching import PatchHandle
-from instep.training import one_copy
 from instep.training.errors import DriftError
-from instep.training.one_copy import MOST_WRITES
 from instep.training.optimizer_shards.host_copy import HostCopy
 from instep.unedited.optimizer_steps import divided_steps
 from instep.unedited.patch_table import OPTIMIZER_PATCHES

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.distributed import one_copy
 from instep.distributed.shm.shared_buckets import _pieces
-from instep.training import one_copy
 from instep.training.buckets import in_place_bucket
 from instep.training.buckets.host_sums import HostSums
 from instep.training.buckets.reducer import reducer_of

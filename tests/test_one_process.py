@@ -424,7 +424,7 @@ ProcessChoice.finish_phase = pretend
 CallTuner.is_due = CallTuner.has_chosen_whole = property(lambda tuner: False)
 # Who imports instep.training is left alone.
 divided_steps = sys.modules["instep.unedited.optimizer_steps.divided_steps"]
-one_copy = sys.modules["instep.training.one_copy"]
+one_copy = sys.modules["instep.distributed.one_copy"]
 one_copy.FEWEST_ELEMENTS, one_copy.MOST_WRITES = 100, 0
 
 def is_ahead():

@@ -13,9 +13,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from instep.distributed import one_copy
 from instep.distributed.communication.transport import Transport
 from instep.distributed.shm.memory.host_memory import HostMemory
-from instep.training import one_copy
 
 _ALIGNMENT = 64
 """Bytes; that of PyTorch's own tensors."""
@@ -44,7 +44,7 @@ class HostSums:
             and grads[0].is_floating_point()
         )
 
-    def obstacles(self, grads: Sequence[Tensor]) -> list[bool]:
+    def state(self, grads: Sequence[Tensor]) -> list[bool]:
         """What `sum` has to know of every rank: whether its gradients are not contiguous, somebody
         has a sum, has written to one, and the process has forked since the last sums."""
         is_other = not all(grad.is_contiguous() for grad in grads)
@@ -55,13 +55,13 @@ class HostSums:
         return [is_other, is_held, is_written, self._forks != one_copy.forks.count]
 
     def sum(
-        self, grads: Sequence[Tensor], obstacles: Sequence[bool], transport: Transport
+        self, grads: Sequence[Tensor], states: Sequence[bool], transport: Transport
     ) -> list[Tensor] | None:
         """The sums over the ranks; None where each rank is to have its own. Collective.
 
-        `obstacles`: for each, whether any rank has it.
+        `states`: what `state` returns, of any rank.
         """
-        is_other, is_held, is_written, has_forked = obstacles
+        is_other, is_held, is_written, has_forked = states
         if is_held or (is_written and self._writes == 0):
             self._leave()
             return None

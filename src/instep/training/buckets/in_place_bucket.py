@@ -93,10 +93,10 @@ class InPlaceBucket(GradBucket):
         if not self._host_sums.can_begin(grads, transport):
             _sum_each([self._flags, *self._totals], transport)
             return
-        obstacles = self._flags.new_tensor(self._host_sums.obstacles(grads))
+        states = self._flags.new_tensor(self._host_sums.state(grads))
         others = [total for k, total in enumerate(self._totals) if k not in self._large]
-        _sum_each([self._flags, obstacles, *others], transport)
-        sums = self._host_sums.sum(grads, list(map(bool, obstacles.tolist())), transport)
+        _sum_each([self._flags, states, *others], transport)
+        sums = self._host_sums.sum(grads, list(map(bool, states.tolist())), transport)
         if sums is None:
             _sum_each(grads, transport)
             return

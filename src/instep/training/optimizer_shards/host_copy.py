@@ -17,11 +17,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from instep.distributed import one_copy
 from instep.distributed.communication.transport import Transport
 from instep.distributed.numbers import on_all_ranks
 from instep.distributed.shm.memory.host_memory import HostMemory
 from instep.process.malloc import release_pages
-from instep.training import one_copy
 from instep.training.optimizer_shards.layout import Part, flatten
 from instep.training.optimizer_shards.waiting_threads import do_others_wait
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from instep.distributed import one_copy
 from instep.distributed.communication.tensors import is_dense
 from instep.process.patching import Function
-from instep.training import one_copy
 from instep.unedited.optimizer_steps import divided_steps
 
 _DTYPES = (torch.float32, torch.float64)
