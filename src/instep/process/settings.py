@@ -142,8 +142,9 @@ DIVIDE = Setting(
 HOST_COPY = Setting(
     "INSTEP_HOST_COPY",
     "auto",
-    "on: CPU ranks of one host keep one copy of large parameters and of their optimizer's state, "
-    "and each updates its part; auto: if they run on one NUMA node; off: every rank keeps all.",
+    "on: CPU ranks of one host keep one copy of large parameters, of their optimizer's state, and "
+    "of the sums of their gradients, and each computes its part; auto: if they run on one NUMA "
+    "node; off: every rank keeps all.",
     choices=("auto", "on", "off"),
 )
 DIST_FILE = Setting(
