@@ -136,6 +136,7 @@ def test_few_numbers_are_summed_in_memory_of_each_rank() -> None:
 CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
     "clips": lambda grads: nn.utils.clip_grad_norm_([_with_grad(g) for g in grads], 1e-3),
     "scales one": lambda grads: grads[0].mul_(1 + instep.rank),
+    "moves": lambda grads: [grad.share_memory_() for grad in grads],
     "zeroes": lambda grads: [grad.zero_() for grad in grads],
 }
 

@@ -31,6 +31,7 @@ class HostSums:
         """As this rank's script sees them."""
         self._shared: list[Tensor] = []
         """As all ranks see them, 1-D."""
+        self._addresses: list[int] = []
         self._tries, self._writes = one_copy.MOST_TRIES, one_copy.MOST_WRITES
         self._forks = 0
 
@@ -46,11 +47,13 @@ class HostSums:
 
     def state(self, grads: Sequence[Tensor]) -> list[bool]:
         """What `sum` has to know of every rank: whether its gradients are not contiguous, somebody
-        has a sum, has written to one, and the process has forked since the last sums."""
+        has a sum or has moved it, has written to one, and the process has forked since the last
+        sums."""
         is_other = not all(grad.is_contiguous() for grad in grads)
         if self._memory is None:
             return [is_other, False, False, False]
-        is_held = any(map(one_copy.has_other_users, self._sums))
+        has_moved = self._addresses != [each.data_ptr() for each in self._sums]  # share_memory_()
+        is_held = has_moved or any(map(one_copy.has_other_users, self._sums))
         is_written = self._memory.has_private_pages()
         return [is_other, is_held, is_written, self._forks != one_copy.forks.count]
 
@@ -106,5 +109,6 @@ class HostSums:
         for grad, offset in zip(grads, (0, *ends), strict=False):
             self._sums.append(memory.private(grad, offset).data)  # without a base
             self._shared.append(memory.shared(grad.view(-1), offset))
+        self._addresses = [each.data_ptr() for each in self._sums]
         self._forks = one_copy.forks.count
         return memory
