@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from instep.distributed import one_copy
 from instep.process.patching import PatchHandle
-from instep.unedited.patch_table import SHARDED_CALL_PATCHES
+from instep.training.buckets import in_place_bucket
+from instep.unedited.patch_table import OPTIMIZER_PATCHES, SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from oracle import Log, same_as_one_process
 
@@ -245,11 +247,15 @@ def train(log: Log, loop: Loop) -> None:
 
 
 def unedited(log: Log, loop: Loop) -> None:
-    """Play it as `instep run` would: sharded where there are other ranks."""
-    patched = PatchHandle(SHARDED_CALL_PATCHES if dist.is_initialized() else ())
+    """Play it as `instep run` would: sharded where there are other ranks, which keep one copy of
+    parameters and of sums of gradients though they are small."""
+    patches = [*SHARDED_CALL_PATCHES, *OPTIMIZER_PATCHES]
+    patched = PatchHandle(patches if dist.is_initialized() else ())
     modules.reset()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+            patch.setattr(one_copy, "FEWEST_ELEMENTS", 50)
+            patch.setattr(in_place_bucket, "_SMALL_BYTES", 64)
             train(log, loop)
     finally:
         patched.remove()
