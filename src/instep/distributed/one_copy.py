@@ -24,6 +24,8 @@ MOST_TRIES = 3
 MOST_WRITES = 3
 """Steps that may find what the script has written. A page costs it some microseconds; a script
 that writes in every step has memory of its own from then on."""
+_ALIGNMENT = 64
+"""Bytes; that of PyTorch's own tensors."""
 
 
 def can_share(transport: Transport) -> bool:
@@ -69,6 +71,11 @@ def write_to_new_memory(memory: HostMemory, transport: Transport) -> bool:
     assert descriptor is not None
     memory.write_to(descriptor)
     return True
+
+
+def size_in_memory(tensor: Tensor) -> int:
+    """The bytes from the beginning of a tensor to that of the next one."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def has_other_users(tensor: Tensor, views: int = 0) -> bool:

@@ -17,9 +17,6 @@ from instep.distributed import one_copy
 from instep.distributed.communication.transport import Transport
 from instep.distributed.shm.memory.host_memory import HostMemory
 
-_ALIGNMENT = 64
-"""Bytes; that of PyTorch's own tensors."""
-
 
 class HostSums:
     """The sums of some gradients: contiguous tensors of one dtype, of the same sizes on all ranks
@@ -99,7 +96,7 @@ class HostSums:
         return True
 
     def _open(self, grads: Sequence[Tensor], transport: Transport) -> HostMemory | None:
-        ends = list(accumulate(-(-grad.nbytes // _ALIGNMENT) * _ALIGNMENT for grad in grads))
+        ends = list(accumulate(map(one_copy.size_in_memory, grads)))
         memory = None
         if one_copy.are_near(transport):
             memory = one_copy.open_one_copy(ends[-1], transport)

@@ -25,9 +25,6 @@ from instep.process.malloc import release_pages
 from instep.training.optimizer_shards.layout import Part, flatten
 from instep.training.optimizer_shards.waiting_threads import do_others_wait
 
-_ALIGNMENT = 64
-"""Bytes; that of PyTorch's own tensors."""
-
 Columns = Sequence[Sequence[Tensor]]
 """Parameters, then values for each of their elements, in the same order; a column may be empty."""
 
@@ -127,7 +124,7 @@ class HostCopy:
 
     def _make(self, columns: Columns, parts: Sequence[Part], transport: Transport) -> bool:
         tensors = [tensor for column in columns for tensor in column]
-        memory = one_copy.open_one_copy(sum(map(_size, tensors)), transport)
+        memory = one_copy.open_one_copy(sum(map(one_copy.size_in_memory, tensors)), transport)
         if memory is None:
             return False
         places = {id(parameter): place for place, parameter in enumerate(columns[0])}
@@ -142,7 +139,7 @@ class HostCopy:
             for tensor in column:
                 views.append(memory.private(tensor, offset))
                 shared.append(memory.shared(tensor, offset))
-                offset += _size(tensor)
+                offset += one_copy.size_in_memory(tensor)
             slices.append(self.slices_of(shared))
             self._own += zip(self.slices_of(views[begin:]), slices[-1], strict=True)
             for own, value in zip(slices[-1], self.slices_of(column), strict=True):
@@ -218,7 +215,3 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _layout(tensor: Tensor) -> object:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _size(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
