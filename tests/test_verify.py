@@ -29,6 +29,7 @@ from instep.errors import (
     StepsError,
     VerificationError,
 )
+from instep.verify import verdict as verdict_module
 from instep.verify import verification
 from instep.verify.causes import find_cause
 from instep.verify.compare import (
@@ -348,6 +349,41 @@ def test_gradients_that_are_not_averaged_are_told():
     assert told.startswith("gradients are not averaged over the ranks: in step 1 that of weight")
 
 
+def test_gradients_that_are_changed_by_rank_after_they_are_averaged_are_told():
+    def own(rank, k, step):
+        return {"gradients": {**step.gradients, "weight": Fingerprint(4.0 + rank, 1.0)}}
+
+    e = made.evidence(2, own, lambda k, g: g + 0.3)
+    ends = [RankSummary(replicated=frozenset({"weight"}))] * 2
+    ranks = [replace(rank, end=end) for rank, end in zip(e.pinned.ranks, ends, strict=True)]
+    told = find_cause(replace(e, pinned=replace(e.pinned, ranks=tuple(ranks))))
+    assert told.startswith(
+        "gradients are changed by rank: in step 1 that of weight differs between"
+    )
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_loss_that_is_scaled_on_one_rank_is_told(drawn):
+    """Also of a model with dropout: its loss is that of one process all the same."""
+    losses = [(1.5, 2.6), (2.2, 1.1), (1.9, 1.4)]
+
+    def of_rank(factor):
+        def loss(rank, k, step):
+            (_, share), scale = step.losses[0], factor if rank == 1 else 1.0
+            return {"losses": ((losses[k][rank] * scale, share),)}
+
+        return loss
+
+    whole = [
+        global_loss([rank.steps[k] for rank in made.run(2, of_rank(1.0)).ranks]) for k in range(3)
+    ]
+    oracle = made.run(1, lambda r, k, s: {"losses": ((whole[k], 1.0),), "uses_random": drawn})
+    told = cause(2, of_rank(1.1), lambda k, g: g + 0.3, oracle=oracle)
+    assert told == (
+        "the loss is scaled by rank: on rank 1 it is 1.1 times what it is in one process"
+    )
+
+
 def test_a_change_on_one_rank_between_steps_is_told():
     def touched(rank, k, step):
         other = {**step.parameters, "bias": Fingerprint(3.0, 9.0)}
@@ -629,6 +665,51 @@ def test_a_gradient_is_measured_by_what_rounding_alone_does_to_it(rounding, verd
     assert verdict in str(report.verdict)
 
 
+def test_a_gradient_is_judged_without_autocast_and_with_it():
+    def off(n, size):
+        gradients = {k: {m: g * (1 + size) for m, g in made.gradient(k).items()} for k in range(3)}
+        return made.run(n, gradients=gradients)
+
+    half = made.run(1, lambda r, k, s: {"half_precision": "bfloat16"})
+    rounded = off(1, 0.02)
+    runs = alone(half, again=made.run(1), rounded=(rounded,))
+    assert make_report(runs, [MultiRankRuns(off(2, 0.1), made.run(2))]).verdict is Verdict.NOISE
+    runs = replace(runs, full=replace(runs, again=made.run(1), rounded=(), autocast=False))
+    for with_it, without, expected in (
+        (0.1, 1e-7, Verdict.SAME),
+        (0.1, 1e-3, Verdict.DIFFERENT),
+        (0.5, 1e-7, Verdict.DIFFERENT),
+    ):
+        report = make_report(runs, [MultiRankRuns(off(2, with_it), made.run(2), off(2, without))])
+        assert report.verdict is expected
+        assert report.autocast is (with_it == 0.5)
+
+
+def test_a_later_gradient_is_no_excuse_for_an_earlier_one(monkeypatch):
+    """What no state holds may be further off after some steps."""
+    monkeypatch.setattr(verdict_module, "PINNED", 1)
+
+    def off(n, size, step):
+        gradients = {k: made.gradient(k) for k in range(3)}
+        gradients[step] = {name: g * (1 + size) for name, g in gradients[step].items()}
+        return made.run(n, gradients=gradients)
+
+    runs = alone(rounded=(off(1, 1e-3, 2),))
+    for step, expected in ((2, Verdict.NOISE), (0, Verdict.DIFFERENT)):
+        report = make_report(runs, [MultiRankRuns(off(2, 5e-3, step), made.run(2))])
+        assert report.verdict is expected
+
+
+def test_the_report_says_in_which_steps_a_mistake_would_be_seen():
+    stopped = [replace(rank, end=RankSummary(whole=False)) for rank in made.run(1).ranks]
+    runs = alone(replace(made.run(1), ranks=tuple(stopped)))
+    text = format_table(make_report(runs, [MultiRankRuns(made.run(2), made.run(2))]))
+    assert (
+        "gradients were compared in steps 1 to 3 of 3, the loss and the parameters in all" in text
+    )
+    assert "stopped after step 3, and later ones were not seen" in text
+
+
 def test_the_worst_of_several_verdicts_counts():
     bad = MultiRankRuns(made.run(3), shifted(3, 0.1))
     report = make_report(alone(), [MultiRankRuns(made.run(2), made.run(2)), bad])
@@ -681,7 +762,7 @@ def test_the_first_ragged_batch_is_pinned_too():
     assert choose_pinned_steps(made.run(1)) == (0, 1, 2)
     steps = tuple(StepRecord(samples=8 if k != 9 else 3) for k in range(12))
     long = replace(made.run(1), ranks=(replace(made.run(1).ranks[0], steps=steps),))
-    assert choose_pinned_steps(long) == (0, 1, 2, 3, 4, 9)
+    assert choose_pinned_steps(long) == (0, 1, 2, 3, 4, 6, 8, 9, 11)
 
 
 def test_the_reports_hold_what_they_promise():
@@ -878,7 +959,7 @@ def test_units_that_flip_by_rounding_are_found_in_one_process(solo, tmp_path):
 
 
 SABOTAGED_CORES = [
-    ("never_reduced", 2, "gradients are not averaged over the ranks"),
+    ("never_reduced", 2, "gradients are changed by rank: in step 1 that of"),
     ("mean_of_means", 3, "a mean of means: in step 1 the ranks hold 2, 3, 3 samples"),
     ("summed", 2, "a sum taken for a mean: the gradient of step 1 is 2 times"),
     ("unsplit", 2, "a batch that was not split"),
@@ -982,12 +1063,19 @@ def test_adam_makes_steps_of_what_is_rounded_to_half_precision(solo, tmp_path):
     report = judged(2, IN_HALF, runs, tmp_path)
     assert report.verdict is Verdict.NOISE
     assert report.noise.moved > 0.02
+    assert report.max_difference.gradient < FLOAT32.gradient  # without autocast
+    assert "computes in bfloat16 by autocast: gradients were compared without it" in format_table(
+        report
+    )
 
 
-@pytest.mark.parametrize("sabotage", ["never_reduced", *at_night("summed", "sum")])
+@pytest.mark.parametrize("sabotage", ["loss_by_rank", *at_night("never_reduced", "summed", "sum")])
 def test_half_precision_does_not_excuse_a_wrong_gradient(sabotage, solo, tmp_path):
     alone = solo(*IN_HALF, *({sabotage} & {"sum"}))
-    assert judged(2, (*IN_HALF, sabotage), alone, tmp_path).verdict is Verdict.DIFFERENT
+    report = judged(2, (*IN_HALF, sabotage), alone, tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    if sabotage == "loss_by_rank":
+        assert report.cause.startswith("the loss is scaled by rank: on rank 1 it is 1.1 times")
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.05), ("float16", 0.05), ("", 0.0)])

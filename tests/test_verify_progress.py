@@ -37,7 +37,7 @@ TITLES = (
     progress.AGAIN,
     progress.PLAIN,
     progress.NOISE,
-    progress.first_steps(2),
+    progress.pinned_steps(2),
     progress.all_steps(2),
 )
 
@@ -46,12 +46,11 @@ def test_each_run_is_a_line_with_the_seconds_that_are_left():
     took = zip(TITLES, (30, 5, 4, 30, 6, 20), strict=True)
     assert runs(StringIO(), Clock(), took).splitlines() == [
         "instep verify: run 1 of 6: 1 process",
-        "instep verify: run 2 of 6 (about 3 min left): 1 process again, for the gradients of its "
-        "first steps",
+        "instep verify: run 2 of 6 (about 3 min left): 1 process again, for its gradients",
         "instep verify: run 3 of 6 (about 70 s left): plain Python, its first steps",
         "instep verify: run 4 of 6 (about 65 s left): 1 process against itself, for the script's "
         "own noise",
-        "instep verify: run 5 of 6 (about 35 s left): 2 processes, first steps from the "
+        "instep verify: run 5 of 6 (about 35 s left): 2 processes, steps from the "
         "parameters of 1 process",
         "instep verify: run 6 of 6 (about 30 s left): 2 processes, all steps",
     ]

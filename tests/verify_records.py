@@ -80,4 +80,4 @@ def evidence(n: int, change: Change = nothing, spoil: Any = None, **runs: RunRec
     pinned = run(n, change, gradients=gradients)
     diffs = compare_gradients(oracle, pinned)
     free = runs.get("free", pinned)
-    return Evidence(oracle, runs.get("noise", oracle), pinned, free, diffs, FLOAT32)
+    return Evidence(oracle, runs.get("noise", oracle), pinned, free, diffs, FLOAT32, oracle)

@@ -86,6 +86,8 @@ def main():
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=args.half):
                 loss = loss_of(model(x), y, spoilt)
+            if "loss_by_rank" in spoilt and instep.rank == 1:
+                loss = 1.1 * loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -7,16 +7,11 @@ them: ranks that compute other samples have another gradient too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from instep.verify.compare import collect_rows, count_samples, fingerprint_distance, ratio
-from instep.verify.divergence import Evidence, compare_ranks, has_other_samples, learning_rates_at
-from instep.verify.recording.records import Fingerprint, RunRecord, StepRecord
-
-Rule = Callable[[Evidence], str | None]
-
-_CLEARLY = 0.05
-"""Relative difference from 1 from which a factor counts as one."""
+from instep.verify.divergence import Evidence, has_other_samples, learning_rates_at
+from instep.verify.gradient_causes import GRADIENT_RULES, Rule, format_list
+from instep.verify.recording.records import RunRecord
 
 
 def find_cause(e: Evidence) -> str | None:
@@ -31,13 +26,13 @@ def _rank_dependent_decisions(e: Evidence) -> str | None:
     """Ranks make different numbers of steps, or use different learning rates."""
     counts = [len(rank.steps) for rank in e.free.ranks]
     if len(set(counts)) > 1:
-        return f"decisions that differ by rank: the ranks made {_format_list(counts)} steps"
+        return f"decisions that differ by rank: the ranks made {format_list(counts)} steps"
     for k in range(e.steps):
         if len(learning_rates_at(e.free, k)) > 1:
             lrs = [one.lrs[0] for one in e.free.at(k) if one.lrs]
             return (
                 f"decisions that differ by rank: the learning rate of step {k + 1} is "
-                f"{_format_list(lrs)} on the ranks; a decision was made from one rank's numbers"
+                f"{format_list(lrs)} on the ranks; a decision was made from one rank's numbers"
             )
     return None
 
@@ -160,7 +155,7 @@ def _other_samples(e: Evidence) -> str | None:
         wrong = sorted(set(range(e.n)) - set(right))
         return (
             f"randomness by rank: in step {k + 1} the order of samples is one process's on ranks "
-            f"{_format_list(right)}, but another on {_format_list(wrong)}"
+            f"{format_list(right)}, but another on {format_list(wrong)}"
         )
     if _count_all_rows(e.free) == _count_all_rows(e.oracle):
         return f"another order: from step {k + 1} on, the same samples come in other batches"
@@ -232,120 +227,6 @@ def _first_lrs(run: RunRecord) -> list[float]:
     return [run.at(k)[0].lrs[0] if run.at(k)[0].lrs else 0.0 for k in range(run.steps)]
 
 
-# ------------------------------------------------------- the gradient at the same parameters
-
-
-def _parameters_differ_by_rank(e: Evidence) -> str | None:
-    """All ranks were set to the same parameters, and differ at the next step."""
-    for k in range(e.pinned.steps):
-        apart, tensor = compare_ranks(e.pinned, k)
-        if apart > e.tolerance.gradient and k in e.pinned.gradients:
-            return (
-                f"the ranks hold different parameters: before step {k + 1} something changes "
-                f"{tensor} on some ranks only"
-            )
-    return None
-
-
-def _random_model(e: Evidence) -> str | None:
-    """Each rank draws dropout or noise for its own rows: in every step, or in none."""
-    drawn = [d for d in e.diffs if any(one.uses_random for one in e.oracle.at(d.step))]
-    if not drawn or not all(map(e.is_wrong, drawn)):
-        return None
-    return (
-        f"randomness by rank: the model draws random numbers (dropout, noise) in step "
-        f"{drawn[0].step + 1}, and each rank draws its own"
-    )
-
-
-def _local_batch_statistics(e: Evidence) -> str | None:
-    """The running statistics are not those of the global batch."""
-    for diff in e.wrong_gradients:
-        expected = _statistics(e.oracle.at(diff.step)[0])
-        for rank, step in enumerate(e.pinned.at(diff.step)):
-            apart, tensor = fingerprint_distance(expected, _statistics(step))
-            if apart > 10 * e.tolerance.gradient:
-                return (
-                    f"BatchNorm is not synchronised: in step {diff.step + 1} {tensor} on rank "
-                    f"{rank} does not hold the statistics of the global batch"
-                )
-    return None
-
-
-def _statistics(step: StepRecord) -> dict[str, Fingerprint]:
-    ends = ("running_mean", "running_var")
-    return {name: value for name, value in step.buffers.items() if name.endswith(ends)}
-
-
-def _gradients_not_averaged(e: Evidence) -> str | None:
-    """The ranks' gradients differ from each other."""
-    for diff in e.wrong_gradients:
-        first, *others = e.pinned.at(diff.step)
-        for rank, other in enumerate(others, 1):
-            apart, tensor = fingerprint_distance(first.gradients, other.gradients)
-            if apart > e.tolerance.gradient:
-                return (
-                    f"gradients are not averaged over the ranks: in step {diff.step + 1} that of "
-                    f"{tensor} differs between ranks 0 and {rank} (instep.replicate the model)"
-                )
-    return None
-
-
-def _scaled_gradient(e: Evidence) -> str | None:
-    """The gradient has the right direction and the wrong length."""
-    for diff in e.wrong_gradients:
-        if abs(diff.scale - 1) < _CLEARLY or diff.rest > _CLEARLY:
-            continue
-        for factor, name, why in (
-            (e.n, f"{e.n} times", "gradients that are means were added up"),
-            (1 / e.n, f"1/{e.n} of", "the loss is a sum over samples and was averaged"),
-        ):
-            if abs(diff.scale / factor - 1) < _CLEARLY:
-                return (
-                    f"a sum taken for a mean: the gradient of step {diff.step + 1} is {name} one "
-                    f"process's; {why}"
-                )
-        return f"the gradient is scaled: {diff.scale:.4g} times that of one process"
-    return None
-
-
-def _mean_of_means(e: Evidence) -> str | None:
-    """Gradients differ only for batches that cannot be divided evenly; the losses do not differ."""
-    ragged = {diff.step for diff in e.diffs if count_samples(e.oracle, diff.step) % e.n}
-    wrong_gradients = {diff.step for diff in e.wrong_gradients}
-    if not wrong_gradients or not wrong_gradients <= ragged or _first_other_loss(e):
-        return None
-    k = min(wrong_gradients)
-    counts = [one.samples for one in e.pinned.at(k)]
-    return (
-        f"a mean of means: in step {k + 1} the ranks hold {_format_list(counts)} samples, but "
-        "their gradients count alike"
-    )
-
-
-def _weighted_loss(e: Evidence) -> str | None:
-    """The ranks' losses do not add up to the loss at the same parameters and samples."""
-    k = _first_other_loss(e)
-    if not e.wrong_gradients or not k:
-        return None
-    return (
-        f"a sum or a weighted mean taken for a mean: in step {k} the ranks' losses, weighted by "
-        f"their samples, come to {e.pinned.losses[k - 1]:.6g}, that of one process is "
-        f"{e.oracle.losses[k - 1]:.6g}"
-    )
-
-
-def _first_other_loss(e: Evidence) -> int | None:
-    """The first wrong step, counted from 1, whose loss also differs from the oracle's."""
-    for diff in e.wrong_gradients:
-        ours, theirs = e.oracle.losses[diff.step], e.pinned.losses[diff.step]
-        if ours is None or theirs is None:
-            continue
-        if abs(ours - theirs) > 10 * e.tolerance.gradient * abs(ours):
-            return diff.step + 1
-    return None
-
-
 RULES: tuple[Rule, ...] = (
     _rank_dependent_decisions,
     _batch_not_split,
@@ -356,15 +237,5 @@ RULES: tuple[Rule, ...] = (
     _other_samples,
     _other_initial_parameters,
     _other_learning_rates,
-    _parameters_differ_by_rank,
-    _gradients_not_averaged,
-    _scaled_gradient,
-    _random_model,
-    _local_batch_statistics,
-    _mean_of_means,
-    _weighted_loss,
+    *GRADIENT_RULES,
 )
-
-
-def _format_list(values: list[int] | list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)

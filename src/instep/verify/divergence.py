@@ -7,8 +7,8 @@ that stops at some loss) does not count as a difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from instep.verify.compare import (
     GradientDifference,
@@ -49,8 +49,12 @@ class Evidence:
     pinned: RunRecord
     free: RunRecord
     diffs: list[GradientDifference]
-    """The gradients of the pinned steps against the oracle's."""
+    """The gradients of the pinned steps against the reference's."""
     tolerance: Tolerance
+    reference: RunRecord
+    """One process, up to the last pinned step; with autocast or without, as `pinned`."""
+    limits: Mapping[int, float] = field(default_factory=dict)
+    """By pinned step: how much its gradient may differ, if not by the tolerance."""
 
     @property
     def n(self) -> int:
@@ -69,7 +73,8 @@ class Evidence:
 
     def is_wrong(self, diff: GradientDifference) -> bool:
         """Whether a difference is more than rounding."""
-        return not diff.difference <= self.tolerance.gradient or diff.hidden is not None
+        limit = self.limits.get(diff.step, self.tolerance.gradient)
+        return not diff.difference <= limit or diff.hidden is not None
 
     def is_deterministic_run(self, step: int, value: Callable[[RunRecord, int], object]) -> bool:
         """Whether one process repeats the value at this step with other rounding."""

@@ -10,7 +10,8 @@ from threading import Event, Thread
 from typing import TextIO
 
 WHOLE = "1 process"
-AGAIN = "1 process again, for the gradients of its first steps"
+AGAIN = "1 process again, for its gradients"
+FULL = "1 process without autocast, for its gradients"
 PLAIN = "plain Python, its first steps"
 NOISE = "1 process against itself, for the script's own noise"
 ROUNDING = "1 process with other rounding, since a gradient is in doubt"
@@ -18,9 +19,10 @@ _TICK = 1.0
 """Seconds between two updates of the line on a terminal."""
 
 
-def first_steps(n: int) -> str:
+def pinned_steps(n: int, autocast: bool = True) -> str:
     """The title of the run of `n` ranks from the parameters of one process."""
-    return f"{_processes(n)}, first steps from the parameters of 1 process"
+    without = "" if autocast else ", without autocast"
+    return f"{_processes(n)}, steps from the parameters of 1 process{without}"
 
 
 def all_steps(n: int) -> str:
@@ -45,7 +47,7 @@ class RunProgress:
             clock: the time in seconds.
             expected: the titles of the runs; None: those of a comparison with one process.
         """
-        several = [title(n) for n in sizes for title in (first_steps, all_steps)]
+        several = [title(n) for n in sizes for title in (pinned_steps, all_steps)]
         whole = [WHOLE, AGAIN, PLAIN, NOISE, *several]
         self._expected = whole if expected is None else [*expected]
         self._stream = stream or sys.stderr

@@ -55,6 +55,8 @@ def _notes(report: Report) -> list[str]:
         "parameters: final difference, relative to their movement in training.",
         f"its own noise: one process compared with itself, with {report.noise_by}.",
     ]
+    if report.results:
+        notes.append(_what_was_compared(report))
     if not report.results and report.verdict is Verdict.SAME:
         notes.append("only one process ran: -n 1,2 compares it with two.")
     if not sum(report.oracle.samples_per_rank):
@@ -75,6 +77,39 @@ def _notes(report: Report) -> list[str]:
     if reason := report.compare_with_python:
         notes.append(f"n = 1 differs from plain Python, without instep: {reason}.")
     return notes
+
+
+def _what_was_compared(report: Report) -> str:
+    """Which steps a mistake may be in so that it is seen, and how it is seen."""
+    steps, stopped = report.oracle.steps, _is_stopped(report.oracle)
+    end = f"; the script was stopped after step {steps}, and later ones were not seen" * stopped
+    note = (
+        f"gradients were compared in steps {_ranges(report.compared_steps)} of {steps}, the loss "
+        f"and the parameters in all{end}."
+    )
+    if not (half := report.oracle.half_precision):
+        return note
+    if report.autocast:
+        return (
+            f"{note}\nthe script computes in {half}: errors of a gradient below "
+            f"{report.tolerance.gradient:.0e}, or {OF_ITS_NOISE:.0f} times its noise, are not seen."
+        )
+    return (
+        f"{note}\nthe script computes in {half} by autocast: gradients were compared without it, "
+        "too, and their column says by how much these differ; all else was compared with it."
+    )
+
+
+def _is_stopped(run: RunRecord) -> bool:
+    end = run.ranks[0].end
+    return end is not None and not end.whole
+
+
+def _ranges(steps: tuple[int, ...]) -> str:
+    """Steps as a user counts them: `1 to 5, 10, 20`."""
+    first = next((k for k, step in enumerate(steps) if step != k), len(steps))
+    beginning = [f"1 to {first}" if first > 1 else "1"] if first else []
+    return ", ".join([*beginning, *(str(step + 1) for step in steps[first:])])
 
 
 def _undivided(report: Report) -> list[int]:
@@ -143,6 +178,8 @@ def format_json(report: Report) -> str:
         "buffer_difference": _number(worst.buffers),
         "noise": {"by": report.noise_by, **_difference(report.noise)},
         "tolerance": {"gradient": report.tolerance.gradient, "run": report.tolerance.run},
+        "compared_steps": [step + 1 for step in report.compared_steps],
+        "gradients_with_autocast": report.autocast,
         "first_divergence": None,
         "cause": report.cause,
         "compare_with_python": report.compare_with_python,

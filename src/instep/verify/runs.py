@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from instep.errors import VerificationError
 from instep.process import python_command, settings
 from instep.verify import progress
@@ -22,6 +24,9 @@ from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
 PINNED = 5
 """Number of first steps that are compared at the oracle's own parameters."""
+LATER_PINNED = (0.5, 0.75, 1.0)
+PINNED_UP_TO = 100
+"""Later steps that are compared so too: these shares of all steps, or of this many of them."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDING_RUNS = 2
@@ -68,6 +73,10 @@ class SingleRankRuns:
     """Folder of the states before the pinned steps."""
     rounded: tuple[RunRecord, ...] = ()
     """The pinned steps with perturbed states; empty if no gradient was in doubt."""
+    autocast: bool = True
+    """Whether the pinned steps (`again` and `rounded`) were made with the script's autocast."""
+    full: SingleRankRuns | None = None
+    """The same with pinned steps without autocast; None if it makes no difference, or fails."""
 
     @property
     def with_other_rounding(self) -> tuple[RunRecord, ...]:
@@ -83,6 +92,8 @@ class MultiRankRuns:
     """The pinned steps, each from the oracle's own state."""
     free: RunRecord
     """All steps."""
+    full: RunRecord | None = None
+    """The pinned steps without autocast, if one process has made them so."""
 
 
 class ScriptRunner:
@@ -145,7 +156,8 @@ def run_single_rank(
     again = runner.run("oracle again", 1, first, progress.AGAIN)
     plain = _plain(runner, RunPlan(stop=len(keep), without_instep=True))
     noise, noise_by = _noise(runner, oracle, again, replace(free, keep=(0,)), usable)
-    return SingleRankRuns(oracle, again, plain, noise, noise_by, runner.path("oracle again"))
+    single = SingleRankRuns(oracle, again, plain, noise, noise_by, runner.path("oracle again"))
+    return replace(single, full=_without_autocast(runner, single))
 
 
 def run_multi_rank(
@@ -154,10 +166,13 @@ def run_multi_rank(
     """Make both runs on `n` ranks. Raises ScriptFailedError, ScriptLateError, StepsError."""
     keep = tuple(single.again.gradients)
     pin = RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states)
-    return MultiRankRuns(
-        pinned=runner.run(f"pinned at {n}", n, pin, progress.first_steps(n)),
-        free=runner.run(f"free at {n}", n, RunPlan(stop=steps, final=True), progress.all_steps(n)),
-    )
+    pinned = runner.run(f"pinned at {n}", n, pin, progress.pinned_steps(n))
+    full = None
+    if single.full is not None:
+        title = progress.pinned_steps(n, autocast=False)
+        full = runner.run(f"pinned at {n} in full", n, replace(pin, autocast=False), title)
+    free = RunPlan(stop=steps, final=True)
+    return MultiRankRuns(pinned, runner.run(f"free at {n}", n, free, progress.all_steps(n)), full)
 
 
 def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRankRuns:
@@ -167,25 +182,46 @@ def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRan
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
     keep = tuple(single.again.gradients)
-    half = single.oracle.half_precision
+    plan = RunPlan(
+        keep[-1] + 1,
+        keep,
+        pin=single.states,
+        half_precision=single.again.half_precision,
+        autocast=single.autocast,
+    )
+    name = "rounding" if single.autocast else "rounding in full"
     runs = [
-        runner.run(
-            f"rounding {k}",
-            1,
-            RunPlan(keep[-1] + 1, keep, pin=single.states, rounding=k, half_precision=half),
-            progress.ROUNDING,
-        )
+        runner.run(f"{name} {k}", 1, replace(plan, rounding=k), progress.ROUNDING)
         for k in range(1, ROUNDING_RUNS + 1)
     ]
     return replace(single, rounded=tuple(runs))
 
 
 def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
-    """The first steps, and the first step with another number of samples (the end of an epoch)."""
+    """The first steps, the first step with another number of samples (the end of an epoch), and
+    some later ones."""
     first = range(min(PINNED, oracle.steps))
+    last = min(PINNED_UP_TO, oracle.steps) - 1
+    later = [round(share * last) for share in LATER_PINNED]
     samples = [step.samples for step in oracle.ranks[0].steps]
     tail = next((k for k, count in enumerate(samples) if count != samples[0]), 0)
-    return tuple(sorted({*first, tail}))
+    return tuple(sorted({*first, tail, *later}))
+
+
+def _without_autocast(runner: ScriptRunner, single: SingleRankRuns) -> SingleRankRuns | None:
+    """The runs of one process with its pinned steps in the dtype of its parameters; None if it
+    computes in half precision otherwise than by autocast, or fails without."""
+    halves = {torch.float16, torch.bfloat16}
+    dtypes = {tensor.dtype for tensor in single.oracle.parameters.values()}
+    if not single.oracle.half_precision or dtypes & halves:
+        return None
+    keep = tuple(single.again.gradients)
+    plan = RunPlan(keep[-1] + 1, keep, pin=single.states, autocast=False)
+    try:
+        again = runner.run("oracle in full", 1, plan, progress.FULL)
+    except VerificationError:
+        return None
+    return None if again.half_precision else replace(single, again=again, autocast=False)
 
 
 def _plain(runner: ScriptRunner, plan: RunPlan) -> RunRecord | None:

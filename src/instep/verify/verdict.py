@@ -11,6 +11,7 @@ import torch
 
 from instep.verify.causes import find_cause
 from instep.verify.compare import (
+    GradientDifference,
     RunDifference,
     compare_gradients,
     compare_runs,
@@ -28,7 +29,7 @@ from instep.verify.divergence import (
     learning_rates_at,
 )
 from instep.verify.recording.records import RunRecord, StepRecord
-from instep.verify.runs import MultiRankRuns, SingleRankRuns
+from instep.verify.runs import PINNED, MultiRankRuns, SingleRankRuns
 
 OF_ITS_NOISE = 10.0
 """A run may differ this many times as much as one process from itself."""
@@ -64,6 +65,10 @@ class Report:
     noise_by: str
     tolerance: Tolerance
     results: tuple[RunResult, ...]
+    compared_steps: tuple[int, ...] = ()
+    """The steps whose gradients were compared, from 0."""
+    autocast: bool = True
+    """Whether these gradients were computed with the script's autocast."""
     compare_with_python: str | None = None
     """How one process under instep differs from plain Python, if it does."""
     cause: str | None = None
@@ -79,15 +84,32 @@ class Report:
 
 
 def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Report:
-    """Compare all runs with the oracle."""
+    """Compare all runs with the oracle. Without autocast gradients can be compared with fewer
+    rounding errors; with it they must be right as well."""
+    report = _make_report(single, multi)
+    if single.full is None:
+        return report
+    full = _make_report(single.full, in_full_precision(multi))
+    only_with = report.verdict is Verdict.DIFFERENT is not full.verdict
+    return report if only_with else full
+
+
+def in_full_precision(multi: Sequence[MultiRankRuns]) -> list[MultiRankRuns]:
+    """The runs, with the pinned steps without autocast in place of those with it."""
+    return [replace(runs, pinned=runs.full) for runs in multi if runs.full is not None]
+
+
+def _make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Report:
     tolerance = choose_tolerance(single.oracle)
+    if not single.autocast:
+        tolerance = replace(tolerance, gradient=choose_tolerance(single.again).gradient)
     diffs = [
         diff for run in single.with_other_rounding for diff in compare_gradients(single.again, run)
     ]
     noise = compare_runs(single.oracle, single.noise, diffs)
-    nondeterminism = find_nondeterministic(single)
+    nondeterminism = find_nondeterministic(single) if single.autocast else None
     compared = () if nondeterminism else multi
-    results = tuple(_make_result(single, runs, noise, tolerance) for runs in compared)
+    results = tuple(_make_result(single, runs, diffs, noise, tolerance) for runs in compared)
     worst = max(
         results,
         key=lambda result: list(Verdict).index(result.verdict),
@@ -102,6 +124,8 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
         single.noise_by,
         tolerance,
         results,
+        tuple(single.again.gradients),
+        single.autocast,
         compare_with_python(single.oracle, single.plain, tolerance),
         nondeterminism or worst.cause,
         worst.divergence,
@@ -109,12 +133,25 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
 
 
 def _make_result(
-    single: SingleRankRuns, runs: MultiRankRuns, noise: RunDifference, tolerance: Tolerance
+    single: SingleRankRuns,
+    runs: MultiRankRuns,
+    rounding: Sequence[GradientDifference],
+    noise: RunDifference,
+    tolerance: Tolerance,
 ) -> RunResult:
     diffs = compare_gradients(single.again, runs.pinned, single.with_other_rounding)
     found = compare_runs(single.oracle, runs.free, diffs)
     allowed = replace(tolerance, gradient=max(tolerance.gradient, OF_ITS_NOISE * noise.gradient))
-    evidence = Evidence(single.oracle, single.noise, runs.pinned, runs.free, diffs, allowed)
+    evidence = Evidence(
+        single.oracle,
+        single.noise,
+        runs.pinned,
+        runs.free,
+        diffs,
+        allowed,
+        single.again,
+        _limits(single.again, rounding, tolerance),
+    )
     verdict = _verdict_by_size(found, noise, tolerance)
     divergence = find_divergence(evidence)
     if divergence is None and verdict is Verdict.DIFFERENT:
@@ -123,6 +160,20 @@ def _make_result(
     if divergence is None:
         return RunResult(runs.free, verdict, found)
     return RunResult(runs.free, Verdict.DIFFERENT, found, divergence, find_cause(evidence))
+
+
+def _limits(
+    reference: RunRecord, rounding: Sequence[GradientDifference], tolerance: Tolerance
+) -> dict[int, float]:
+    """By step: how much its gradient may differ. The first steps have one limit; a later one is
+    judged by what rounding does up to it, since what is not pinned may be further off by then."""
+    return {
+        k: max(
+            [tolerance.gradient]
+            + [OF_ITS_NOISE * one.difference for one in rounding if one.step < max(k + 1, PINNED)]
+        )
+        for k in reference.gradients
+    }
 
 
 def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tolerance) -> Verdict:

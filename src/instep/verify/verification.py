@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from instep.errors import CommandLineError
@@ -23,6 +24,7 @@ from instep.verify.verdict import (
     Report,
     Verdict,
     find_nondeterministic,
+    in_full_precision,
     is_usable_noise,
     make_report,
 )
@@ -61,10 +63,16 @@ def compare_with_rounding(
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
-    report = make_report(single, multi)
-    if report.divergence is None or report.divergence.what != "gradient":
-        return report
-    return make_report(run_with_rounding(runner, single), multi)
+    if _is_gradient_in_doubt(replace(single, full=None), multi):
+        single = run_with_rounding(runner, single)
+    if single.full and _is_gradient_in_doubt(single.full, in_full_precision(multi)):
+        single = replace(single, full=run_with_rounding(runner, single.full))
+    return make_report(single, multi)
+
+
+def _is_gradient_in_doubt(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> bool:
+    divergence = make_report(single, multi).divergence
+    return divergence is not None and divergence.what == "gradient"
 
 
 def run_and_report(

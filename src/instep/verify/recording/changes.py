@@ -1,4 +1,4 @@
-"""Changes in a run: pinned states, perturbed parameters, reversed batches, no instep."""
+"""Changes in a run: pinned states, other rounding, reversed batches, no autocast, no instep."""
 
 from __future__ import annotations
 
@@ -128,6 +128,19 @@ class IndexRecorder:
         if len(self.asked) < _REMEMBERED:
             self.asked.append(tuple(i.index if isinstance(i, SeededIndex) else i for i in index))
         return index[::-1] if self._reverse else index
+
+
+_AUTOCAST_SWITCHES = ("set_autocast_enabled", "set_autocast_cpu_enabled")
+
+
+def disable_autocast() -> None:
+    """Let nothing switch autocast on in this process: a script computes in its tensors' dtypes."""
+
+    def stay_off(original: Function, *args: Any, **kwargs: Any) -> None:
+        device = [value for value in (*args, *kwargs.values()) if not isinstance(value, bool)]
+        original(*device, False)
+
+    PatchHandle([Patch(torch, name, stay_off) for name in _AUTOCAST_SWITCHES])
 
 
 def disable_instep() -> None:

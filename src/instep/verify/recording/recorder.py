@@ -58,6 +58,8 @@ class Recorder:
         """Install all hooks and patches, before the script starts."""
         if self._plan.without_instep:
             changes.disable_instep()
+        if not self._plan.autocast:
+            changes.disable_autocast()
         if self._plan.without_instep or session.current() is not None:
             self._calls.install_outermost()
         else:
@@ -77,8 +79,14 @@ class Recorder:
             }
             self._writer.tensors("final", {kind: _copy_tensors(ts) for kind, ts in kinds.items()})
         divided = call_counts.sharded if _records_whole_batches() else None
-        indices, reason = tuple(self._loaders.asked), session.opt_out_reason()
-        self._writer.end(RankSummary(not self._stopped, indices, divided, reason))
+        end = RankSummary(
+            whole=not self._stopped,
+            indices=tuple(self._loaders.asked),
+            divided=divided,
+            replicated=self._names.replicated(),
+            opt_out=session.opt_out_reason(),
+        )
+        self._writer.end(end)
 
     # ----------------------------------------------------------------- what torch calls
 

@@ -50,6 +50,8 @@ class RunPlan:
     after each state that is put in place; 0: none."""
     half_precision: str = ""
     """As in StepRecord: what computes in it rounds so, whatever the dtype of its parameters."""
+    autocast: bool = True
+    """Whether the script's autocast is in force; if not, it computes in its tensors' own dtypes."""
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
     bits: bool = False
@@ -102,6 +104,8 @@ class RankSummary:
     """The first samples that its DataLoaders requested, batch by batch."""
     divided: int | None = None
     """The number of sharded calls of an unedited script on several ranks."""
+    replicated: frozenset[str] = frozenset()
+    """The parameters of models that instep.replicate was called on."""
     opt_out: str | None = None
     """Why the script ran on every rank as it is, if it did and names no batch of all ranks."""
 

@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.training.forward_calls import replica_of_part
+
 
 class TensorNames:
     """Names from the modules that the script calls, registered at the first call."""
@@ -41,6 +43,11 @@ class TensorNames:
         kind = type(module).__name__
         count = sum(prefix.startswith(kind) for prefix in self._roots)
         return f"{kind}{count + 1 if count else ''}."
+
+    def replicated(self) -> frozenset[str]:
+        """The names of parameters whose model is replicated."""
+        owned = (p for module in replica_of_part for p in module.parameters(recurse=False))
+        return frozenset(self._of_parameter[p] for p in owned if p in self._of_parameter)
 
     def buffers(self) -> dict[str, Tensor]:
         """All current buffers of these modules."""
