@@ -135,18 +135,24 @@ def test_horovods_modules_have_these_names(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     finder.install()
     import horovod
-    from horovod.common.elastic import ObjectState, State
+    from horovod.common.elastic import ObjectState, State, run_fn
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-    from horovod.torch.elastic import TorchState
+    from horovod.torch.elastic import TorchState, init, shutdown
     from horovod.torch.elastic.sampler import ElasticSampler
 
     assert issubclass(TorchState, ObjectState)
     assert issubclass(ObjectState, State)
     assert ElasticSampler is hvd.elastic.ElasticSampler
     assert HorovodInternalError is hvd.HorovodInternalError
+    assert (init, shutdown, run_fn) == (hvd.init, hvd.shutdown, hvd.elastic.run_fn)
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync
     with pytest.raises(AttributeError, match="module 'horovod' has no attribute 'spam'"):
         _ = horovod.spam
+    with pytest.raises(ImportError, match=r"Horovod's StateHandler .* place: TorchState, wh"):
+        from horovod.torch.elastic.state import StateHandler  # noqa: F401
+    with pytest.raises(ImportError, match=r"In its place: state\.check_host_updates\(\)"):
+        _ = hvd.elastic.notification_manager
+    assert not hasattr(hvd.elastic, "spam")
 
 
 # --------------------------------------------------------------------------- hosts and worlds

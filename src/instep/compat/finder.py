@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
     "apex": "instep.compat.apex",
     "horovod.torch.mpi_ops": "instep.compat.horovod",
     "horovod.torch": "instep.compat.horovod",
-    "horovod.common.elastic": "instep.compat.horovod.elastic.state",
+    "horovod.common.elastic": "instep.compat.horovod.elastic",
     "horovod.common.exceptions": "instep.compat.horovod.errors",
     "horovod.common.process_sets": "instep.compat.horovod.basics",
     "horovod.common.util": "instep.compat.horovod.util",

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from instep.compat.horovod import driver_client
-from instep.compat.horovod.basics import init, leave_world
+from instep.compat.horovod.basics import init, leave_world, shutdown
 from instep.compat.horovod.elastic.sampler import ElasticSampler
-from instep.compat.horovod.elastic.state import ObjectState, State, TorchState
+from instep.compat.horovod.elastic.state import ObjectState, State, TorchState, __getattr__
 from instep.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from instep.distributed.errors import BrokenGroupError
 from instep.training.batches import loop_ends
@@ -39,6 +39,14 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     The function is called again from the last commit when a rank has ended, and from where it is
     when the hosts have changed. Raises what the function raises otherwise.
     """
+    return run_fn(func, init)
+
+
+def run_fn(
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
+) -> Callable[Concatenate[S, P], R]:
+    """As `run`, with a function of the script's that lets this process meet the others again. The
+    connections to those of the world before have ended when it is called."""
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,7 +71,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 leave_world()
                 loop_ends.reset()
                 state.clear_host_updates()
-                init()
+                reset()
                 state.on_reset()
         finally:
             driver.remove_listener(state.on_hosts_updated)
@@ -71,4 +79,14 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return cast(Callable[Concatenate[S, P], R], wrapper)
 
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "ElasticSampler",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "__getattr__",
+    "init",
+    "run",
+    "run_fn",
+    "shutdown",
+]

@@ -20,6 +20,25 @@ from instep.compat.horovod.functions import (
 )
 
 T = TypeVar("T")
+_HANDLED = "TorchState, which keeps each attribute that has state_dict() and load_state_dict()"
+_IN_ITS_PLACE = {
+    "StateHandler": _HANDLED,
+    "ModelStateHandler": _HANDLED,
+    "OptimizerStateHandler": _HANDLED,
+    "SamplerStateHandler": _HANDLED,
+    "get_handler_registry": _HANDLED,
+    "set_handler_registry": _HANDLED,
+    "notification_manager": "state.check_host_updates()",
+}
+"""What is used instead of names that Horovod has and instep does not."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _IN_ITS_PLACE:  # an AttributeError would lose its text in `from ... import name`
+        raise ImportError(
+            f"Horovod's {name} does not exist in instep. In its place: {_IN_ITS_PLACE[name]}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class State:
