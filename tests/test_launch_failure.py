@@ -883,6 +883,30 @@ def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_go
 
 
 @pytest.mark.parametrize(
+    "call", ["recv(1)", pytest.param("send(big, 1)", marks=pytest.mark.nightly)]
+)
+def test_a_message_of_a_rank_that_has_left_is_an_error_that_names_it(
+    launch: Launch, call: str
+) -> None:
+    path = launch.folder / "train.py"
+    path.write_text(
+        "import torch, instep\n"
+        "instep.barrier()\n"
+        "big = torch.ones(10**6)\n"
+        "while instep.rank == 0:\n"
+        f"    instep.{call}\n"
+    )
+    result = launch.run_forked("-n", 2, path)
+    assert EARLY in result.stderr
+    assert f"    instep.{call}\n" in result.stderr
+    op = call.partition("(")[0]
+    assert result.stderr.rstrip().endswith(
+        "PeerLeftError: rank 1 has ended, or destroyed its process group; this rank was waiting "
+        f"for it in {op}. Every rank must call the same collectives."
+    )
+
+
+@pytest.mark.parametrize(
     ("how", "head", "line"),
     [
         ("exit", EARLY + "It left at {}:5.\nTraceback", "all_reduce(torch.ones(2))"),

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+from instep.distributed.errors import PeerLeftError
 from instep.errors import CollectiveError, InstepError
 from instep.process.exit_status import format_ranks
+from instep.process.failures.tracebacks import is_lost_peer
+
+
+@contextmanager
+def name_lost_peer(op: str, peer: int) -> Iterator[None]:
+    """Raises PeerLeftError in place of Gloo's error, which does not say which rank has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLeftError(f"rank {peer}", op, peer) from None
 
 
 class UnknownOpError(CollectiveError, ValueError):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # has torch's own functions, not patches
 
 from instep.distributed import shm
+from instep.distributed.communication.errors import name_lost_peer
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.local_transport import Completed, LocalTransport
 from instep.distributed.errors import RendezvousError
@@ -235,11 +236,13 @@ class ProcessGroupTransport:
                 zero.item()  # wait for the device, too, on which the reduction is only queued
 
     def send(self, tensor: Tensor, to: int) -> None:
-        with leaving(self._enter_message("send", tensor, to)):
+        number = self._enter_message("send", tensor, to)
+        with leaving(number), name_lost_peer("send", self._ranks[to]):
             dist.send(tensor, group=self._group, group_dst=to)
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        with leaving(self._enter_message("recv", tensor, source)):
+        number = self._enter_message("recv", tensor, source)
+        with leaving(number), name_lost_peer("recv", self._ranks[source]):
             dist.recv(tensor, group=self._group, group_src=source)
 
     def _enter_message(self, op: str, tensor: Tensor, peer: int) -> int:

@@ -42,7 +42,7 @@ def is_caused_by_another_rank(error: BaseException) -> bool:
     cause = root_cause(error)
     if isinstance(cause, InstepError):
         return cause.caused_by_another_rank
-    return _is_lost_peer(cause)
+    return is_lost_peer(cause)
 
 
 def awaited_rank(error: BaseException) -> int | None:
@@ -51,10 +51,11 @@ def awaited_rank(error: BaseException) -> int | None:
     cause = root_cause(error)
     if isinstance(cause, InstepError):
         return getattr(cause, "rank", None) if cause.caused_by_another_rank else None
-    return UNKNOWN_RANK if _is_lost_peer(cause) else None
+    return UNKNOWN_RANK if is_lost_peer(cause) else None
 
 
-def _is_lost_peer(cause: BaseException) -> bool:
+def is_lost_peer(cause: BaseException) -> bool:
+    """Whether it is an error of torch's which says no more than that a peer has gone."""
     return isinstance(cause, RuntimeError) and any(
         all(word in str(cause) for word in words) for words in _LOST_PEER
     )
