@@ -81,11 +81,15 @@ def test_an_entry_names_the_line_of_the_script_through_any_number_of_library_fra
         "    enter()\n"
         "def descend(depth, frames):\n"
         "    if depth: return descend(depth - 1, frames)\n"
-        "    call(frames, enter)",
+        "    call(frames, enter)\n"
+        "def through():\n"
+        "    call(1, enter); helper()\n"
+        "def helper():\n"
+        "    call(0, enter)",
         "/home/me/train.py",
         "exec",
     )
-    space = {"enter": partial(recorder.enter, "all_reduce", (4,), torch.float32, "")}
+    space = {"enter": partial(recorder.enter, "all_reduce", (4,), torch.float32, "", root=None)}
     exec(library, space)
     exec(script, space)
     lines = []
@@ -96,6 +100,9 @@ def test_an_entry_names_the_line_of_the_script_through_any_number_of_library_fra
     for depth, frames in ((0, 3), (0, 0), (5, 0)):  # the function is where it was and nearer
         space["descend"](depth, frames)
         lines.append(9)
+    space["enter"].keywords["root"] = 0  # where no frame is known yet
+    space["through"]()
+    lines += [11, 13]  # a helper of the script's stands where a library's function did
     in_thread = threading.Thread(target=space["alone"])  # with a short stack
     in_thread.start()
     in_thread.join()

@@ -72,8 +72,9 @@ class FlightRecorder:
         self._frames: dict[tuple[object, ...], list[tuple[int, CodeType]]] = {}
         """By the signature: how many frames above `enter` the script was before, and its code
         there, the nearest ones first. To walk through the frames of forty nested modules takes
-        longer than all the rest. A frame of the script's is taken for one of a library where as
-        many of a library were before: then the line is that of its caller in the script."""
+        longer than all the rest. A function of the script's that a library calls is not seen where
+        as many frames of a library were before: then the line is that of its caller in the
+        script."""
         self._main = threading.main_thread().ident
         self._use(bytearray(BYTES))
         self._fd: int | None = None
@@ -125,10 +126,11 @@ class FlightRecorder:
             self.update_followed()
         for depth, code in self._frames.get(key, ()):
             try:
-                frame = sys._getframe(depth)
+                inner = sys._getframe(depth - 1)
             except ValueError:  # the stack is not so deep
                 continue
-            if frame.f_code is code:
+            frame = inner.f_back or inner
+            if frame.f_code is code and self._outside[inner.f_code.co_filename]:
                 break
         else:
             frame = self._find_frame(key)
