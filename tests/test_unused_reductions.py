@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from instep.unedited.sharded_call import modules
 from pool import ranks
@@ -31,12 +32,44 @@ WHOLE: dict[str, Function] = {
         x * x.norm(dim=1).min().clamp(1e-3, 1e-3) * 1e3 + torch.relu(x.norm(dim=1).min() - 60)
     ),
 }
+IN_TORCH: dict[str, Function] = {
+    "normalize": lambda x: x + functional.normalize(x, dim=0) * functional.relu(x.abs() - 60),
+    "softmax": lambda x: x + functional.softmax(x, dim=0) * functional.relu(x.abs() - 60),
+    "cov": lambda x: x + functional.relu(torch.cov(x.T).diagonal() - 900),
+    "total norm": lambda x: (
+        x * (400 / nn.utils.get_total_norm([x.detach()])).clamp(max=1)  # type: ignore[no-untyped-call]
+    ),
+    "a loss of triplets": lambda x: (
+        x + functional.triplet_margin_with_distance_loss(x, torch.zeros_like(x), x + 15)
+    ),
+    "rows in the second dimension": lambda x: (
+        x * (400 / x.T.square().sum(1).sum().sqrt()).clamp(max=1)
+    ),
+}
+PAIRS: dict[str, Function] = {
+    "products": lambda x: (
+        x + functional.relu((x @ x.T).fill_diagonal_(0) - 3000).mean(1, keepdim=True)
+    ),
+    "distances": lambda x: x + functional.relu(torch.cdist(x, x) - 250).mean(1, keepdim=True),
+    "a condition": lambda x: (
+        x + torch.where(torch.cdist(x, x) > 250, 1.0, 0.0).sum(1, keepdim=True)
+    ),
+    "einsum": lambda x: (
+        x + torch.einsum("id,jd->ij", x, x).clamp(min=3000).fill_diagonal_(3000).sum(1)[:, None]
+    ),
+    "differences": lambda x: (
+        x + functional.relu((x[:, None] - x[None]).square().mean(-1) - 9000).sum(1)[:, None]
+    ),
+}
 DIVIDED: dict[str, Function] = {
     "a root of a mean": lambda x: x * (40 / x.square().mean().sqrt()).clamp(max=1),
     "a condition": lambda x: torch.where(x.abs().mean() > 40, x / x.abs().mean(), x),
     "a mean of rows": lambda x: x * (20 / x.mean(0).norm()).clamp(max=1),
     "a hinge": lambda x: x * (1 + (x.abs().mean() - 40).relu()),
+    "a mean of a hinge": lambda x: x + (x.abs() - 60).relu().mean(),
     "a shift": lambda x: (x - x.max()).softmax(1),
+    "products with itself": lambda x: x + functional.relu((x @ x.T).diagonal() - 3000)[:, None],
+    "heads": lambda x: (x.view(-1, 4, 4) @ x.view(-1, 4, 4).mT).softmax(-1).flatten(1) + x,
     "rows of their own": lambda x: x / x.amax(1, keepdim=True) + x.std(1, keepdim=True),
 }
 
@@ -68,10 +101,10 @@ def _train(function: Function) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", WHOLE | IN_TORCH | PAIRS)
 def test_a_reduction_that_makes_a_difference_later_is_over_the_whole_batch(name: str) -> None:
     with sharding():
-        _train(WHOLE[name])
+        _train((WHOLE | IN_TORCH | PAIRS)[name])
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 6)
 
 

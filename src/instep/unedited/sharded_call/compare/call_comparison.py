@@ -23,6 +23,7 @@ from instep.unedited.sharded_call.compare.probes.dependencies import (
     find_dependency,
     holds_for_zeros,
 )
+from instep.unedited.sharded_call.compare.probes.row_operations import RowOperations
 from instep.unedited.sharded_call.compare.probes.unused_reductions import depends_on_reductions
 from instep.unedited.sharded_call.compare.rounding import PERTURBATIONS, perturbed
 from instep.unedited.sharded_call.compare.side_effects import observed
@@ -196,9 +197,10 @@ class CallComparison:
         if is_open and not holds_for_zeros(reference, plan, group):
             raise ShardedCallError("it divides by something else than its rows")
         is_first = not (self.known_outputs or self._tolerances.is_proven)
-        if is_first and (why := find_dependency(reference, plan, group)):
+        operations = RowOperations()
+        if is_first and (why := find_dependency(reference, plan, group, operations)):
             raise ShardedCallError(why)
-        if is_first and depends_on_reductions(reference, plan, group):
+        if is_first and depends_on_reductions(reference, plan, group, operations):
             raise ShardedCallError(COUPLED)
         after.restore()  # what was computed since has left traces
         return plan, joined

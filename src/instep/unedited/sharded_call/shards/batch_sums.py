@@ -81,7 +81,7 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answ
     def answer(call: ReductionCall) -> Any:
         tensor = call.tensor
         if not (call.is_over_first_dim() and row_sums.has_rows(call.place, tensor)):
-            return call.run()
+            return NotImplemented
         if call.name == "sum":
             return add_up(call.run())
         exact = tensor.float() if tensor.dtype in _HALF else tensor  # a sum may be too large

@@ -42,6 +42,7 @@ _DIMS = {
 }
 SUMS = ("sum", "mean")
 CONDITIONS = ("any", "all")
+REDUCTIONS = tuple(_DIMS)
 OTHER_REDUCTIONS = tuple(name for name in _DIMS if name not in (*SUMS, *CONDITIONS))
 _OWNERS = (torch, Tensor, torch.linalg)
 _LIBRARIES = frozenset(("torch", "instep"))
@@ -79,7 +80,7 @@ class ReductionCall:
 
 
 Answer = Callable[[ReductionCall], Any]
-"""What is called in place of a reduction."""
+"""What is called in place of a reduction; where it returns NotImplemented, that is called."""
 
 
 @contextmanager
@@ -122,7 +123,8 @@ def _replacement(name: str, original: Function, answer: Answer, thread: int | No
         ):
             return original(*args, **kwargs)
         place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
-        return answer(ReductionCall(place, name, original, tensor, tuple(others), kwargs))
+        result = answer(ReductionCall(place, name, original, tensor, tuple(others), kwargs))
+        return original(*args, **kwargs) if result is NotImplemented else result
 
     return replacement
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from instep.unedited.sharded_call.compare.probes.changed_leaves import (
     with_small_labels,
     zeroed,
 )
+from instep.unedited.sharded_call.compare.probes.row_operations import RowOperations
 from instep.unedited.sharded_call.compare.rounding import (
     LEAST_ERROR,
     NOISE_FACTOR,
@@ -100,9 +101,11 @@ def _values_of(call: BoundCall, reference: Reference) -> Any:
     return run_whole(call)
 
 
-def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> str:
+def find_dependency(
+    reference: Reference, plan: ShardingPlan, group: ShardGroup, operations: RowOperations
+) -> str:
     """Say how, by this plan, the outputs are clearly others for arguments of other values; "" if
-    they are not.
+    they are not. Notes the forward's `operations`.
 
     A condition for each element, as of `torch.where`, may have a side that no row of the script's
     first batches meets, and a term of the whole batch there. So floats are multiplied, of each row
@@ -121,7 +124,7 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
     found: str | None = None
     for factors in _FACTORS:
         others = (with_other_values(call, dims, factors, seed) for seed in range(2))
-        found = _find_difference(reference, plan, group, others)
+        found = _find_difference(reference, plan, group, others, operations)
         if found is not None:
             break
     if found:
@@ -137,25 +140,35 @@ def find_dependency(reference: Reference, plan: ShardingPlan, group: ShardGroup)
 
 
 def _find_difference(
-    reference: Reference, plan: ShardingPlan, group: ShardGroup, others: Iterator[BoundCall]
+    reference: Reference,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    others: Iterator[BoundCall],
+    operations: RowOperations | None = None,
 ) -> str | None:
     """As `find_dependency`, for the first of these calls; the next one confirms that rows depend on
     each other. None where it proves nothing. Collective."""
-    found = _try_other(next(others), reference, plan, group)
+    found = _try_other(next(others), reference, plan, group, operations)
     if found == COUPLED:
         found = _try_other(next(others), reference, plan, group) or ""
     return found
 
 
 def _try_other(
-    other: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
+    other: BoundCall,
+    reference: Reference,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    operations: RowOperations | None = None,
 ) -> str | None:
     call = reference.call
     if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
         return None
     with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
         found, _ = attempt(
-            lambda checked: _probe(other, reference, plan, replace(group, transport=checked)),
+            lambda checked: _probe(
+                other, reference, plan, replace(group, transport=checked), operations
+            ),
             group.transport,
             checks_indices=call.is_on_accelerator,
         )
@@ -167,16 +180,22 @@ def _try_other(
 
 
 def _probe(
-    call: BoundCall, reference: Reference, plan: ShardingPlan, group: ShardGroup
+    call: BoundCall,
+    reference: Reference,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    operations: RowOperations | None,
 ) -> str | None:
     """Say in what outputs differ by more than rounding; None if none of them is finite.
 
     Raises ShardedCallError if they have another structure, and whatever the forward raises.
     """
     reference.before.restore()
-    wholes, structure = flatten(run_whole(call), plan.structure)
+    with operations.noted(of_whole=True) if operations else nullcontext():
+        wholes, structure = flatten(run_whole(call), plan.structure)
     reference.before.restore()
-    region, local, local_structure = run_planned(call, plan, group)
+    with operations.noted(of_whole=False) if operations else nullcontext():
+        region, local, local_structure = run_planned(call, plan, group)
     if structure != local_structure:
         raise ShardedCallError("its outputs have another structure for a part of the batch")
     outputs = [
