@@ -232,6 +232,18 @@ def hooked(register, make=Branched):
     return [*found, torch.tensor(called)]
 
 
+def hooked_nodes():
+    """Hooks on the nodes that put gradients into `.grad`, before and after they do."""
+    model, called, nodes = Branched(), [], []
+    for k, p in enumerate(model.parameters()):
+        node = p.expand_as(p).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda grads: (grads[0] + 0.01 * torch.randn_like(grads[0]),))
+        node.register_hook(lambda *_, k=k, p=p: called.append(k + p.grad.norm().item() / 100))
+        nodes.append(node)
+    found = trained(model, lambda: torch.randn(6, 3, 4))
+    return [*found, torch.tensor(called)]
+
+
 class Mixed(nn.Module):
     """Reads `weight` from outside of its parameters, or an argument that may come from them."""
 
@@ -314,6 +326,7 @@ def of_rows():
 HOOKED = {
     "hooks on gradients": lambda: hooked(torch.Tensor.register_hook),
     "hooks after accumulation": lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook),
+    "hooks on nodes": hooked_nodes,
     "hooks on tied weights": lambda: hooked(torch.Tensor.register_hook, Tied),
     "gradients, in a hook": asked_for_in_a_hook,
     "gradients of rows": of_rows,

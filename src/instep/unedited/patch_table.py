@@ -15,6 +15,7 @@ from torch import nn
 from instep.distributed.watchdog.signals import script_handlers
 from instep.process import settings
 from instep.process.patching import Patch, PatchHandle, patches
+from instep.process.torch_private.autograd import HOOKED_NODE
 from instep.process.torch_private.loaders import loader_signals
 from instep.process.torch_private.modules import VF
 from instep.unedited.data import worker_failures
@@ -31,6 +32,7 @@ from instep.unedited.processes.patches import PROCESS_PATCHES
 from instep.unedited.seeds import SEED_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import backward, losses, overrides
+from instep.unedited.sharded_call.shards import node_hooks
 from instep.unedited.std_streams import STREAM_PATCHES, WARNING_PATCHES
 
 SIGNAL_PATCHES = patches(
@@ -54,6 +56,10 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     *patches(
         "gradients are summed over ranks while backward runs",
         (torch.autograd, "backward", backward.backward),
+    ),
+    *patches(
+        "a hook on the node of a parameter must see the sum over ranks",
+        (*HOOKED_NODE, node_hooks.note_hook),
     ),
     *patches(
         "the rows of an output, of which it takes a gradient, are on all ranks",

@@ -46,6 +46,7 @@ from instep.unedited.sharded_call.shards.local_sums import (
     count_as_parameters,
     is_alias_for_shard,
 )
+from instep.unedited.sharded_call.shards.node_hooks import node_hooks_of
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _HIGHEST_PRIORITY = 2**64 - 1
@@ -203,20 +204,27 @@ def _call_in_order(ctx: Any) -> None:
 def _keep_from_none(parameters: Iterable[Tensor]) -> None:
     """Let the script's hooks on these be called for gradients only. Autograd would call them with
     None: the node of their aliases is reached for the sake of other parameters."""
-    for hooks in filter(None, map(hooks_of, parameters)):
-        for key, hook in hooks.items():
-            if not isinstance(hook, _GradientHook):
-                hooks[key] = _GradientHook(hook)
+    for parameter in parameters:
+        for hooks in filter(None, (hooks_of(parameter), *node_hooks_of(parameter))):
+            for key, hook in hooks.items():
+                if not isinstance(hook, _GradientHook):
+                    hooks[key] = _GradientHook(hook)
 
 
 class _GradientHook:
     """A hook of the script's that is not called where there is no gradient."""
 
-    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+    def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def __call__(self, grad: Tensor | None) -> Any:
-        return None if grad is None else self._hook(grad)
+    def __call__(self, *grads: Any) -> Any:
+        given = grads[-1]  # of a node, its hooks get what comes to it last
+        has_gradient = (
+            any(each is not None for each in given)
+            if isinstance(given, tuple)
+            else (given is not None)
+        )
+        return self._hook(*grads) if has_gradient else None
 
 
 def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -18,6 +18,7 @@ from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.sparse_sums import find_tables
+from instep.unedited.sharded_call.shards.node_hooks import have_node_hooks
 
 _TYPE = attrgetter("dtype", "device", "shape")
 """What stays the same for a parameter, until `model.half()` and the like."""
@@ -127,7 +128,11 @@ def note_sparse(parameter: Tensor) -> None:
 
 def have_hooks(parameters: Sequence[Tensor]) -> bool:
     """Whether the script has hooks on the gradient of any of these."""
-    return any(map(hooks_of, parameters)) or any(map(later_hooks_of, parameters))
+    return (
+        any(map(hooks_of, parameters))
+        or any(map(later_hooks_of, parameters))
+        or have_node_hooks(parameters)
+    )
 
 
 def _is_reduced_now(parameter: Tensor) -> bool:

@@ -53,6 +53,18 @@ _ALONG = frozenset(
 """Operations along a dimension, which they keep; it is the next argument after the tensor."""
 
 
+_MOVING = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("cat", "stack", "index", "index_select", "gather", "take", "masked_select", "nonzero"),
+        *("index_put", "scatter", "slice_scatter", "select_scatter", "constant_pad_nd", "repeat"),
+        *("_pack_padded_sequence", "_pad_packed_sequence", "embedding", "where", "masked_fill"),
+    )
+)
+"""Operations that choose elements. How many may depend on what is in the rows, and may be as many
+in a part of the batch."""
+
+
 class _Call(NamedTuple):
     """A call of an operation."""
 
@@ -160,7 +172,7 @@ class RowOperations:
             return OperationKind.PAIRS, pairs
         name, *_ = place
         is_along = name in _ALONG and part.dim_argument() in given[0]
-        if is_along or not all(returned):
+        if is_along or not (name in _MOVING or all(returned)):
             return OperationKind.SUM if name in _SUMS else OperationKind.REDUCTION, []
         return None, []
 
