@@ -41,6 +41,30 @@ class ReturningParameter(Around):
         return self.body(x), self.body[0].weight
 
 
+class ReturningRows(Around):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), x.view(len(x), 2, 3)[:, 1]
+
+
+class ReturningColumns(Around):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), x.detach().T[1:3]
+
+
+class ReturningPartOfBuffer(ReturningBuffer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x) + self.table.sum(), self.table[0]
+
+
+class ReturningPartOfParameter(Around):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.body[0].weight.T[:4]
+
+
+GIVEN = [ReturningInput, ReturningBuffer, ReturningParameter, ReturningRows, ReturningColumns]
+GIVEN += [ReturningPartOfBuffer, ReturningPartOfParameter]
+
+
 def halve_what_is_returned(make: Callable[[], nn.Module]) -> list[Tensor]:
     torch.manual_seed(0)
     model = make().double()
@@ -57,7 +81,7 @@ def halve_what_is_returned(make: Callable[[], nn.Module]) -> list[Tensor]:
     return [each.detach().clone() for each in found]
 
 
-@pytest.mark.parametrize("make", [ReturningInput, ReturningBuffer, ReturningParameter])
+@pytest.mark.parametrize("make", GIVEN)
 @ranks(2)
 def test_what_a_forward_returns_as_it_was_given_is_the_script_s_own(
     make: Callable[[], nn.Module],

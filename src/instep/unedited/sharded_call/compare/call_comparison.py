@@ -43,6 +43,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, Sharding
 from instep.unedited.sharded_call.run.argument_writes import write_back
 from instep.unedited.sharded_call.run.forward.joined_outputs import (
     LocalOutputs,
+    given_back,
     join_outputs,
     leaves_of_output,
     with_given,
@@ -279,7 +280,6 @@ class CallComparison:
             reference, self._tolerances, self.known_outputs, region, is_proof=self._is_proof
         )
         outputs: tuple[OutputPlan, ...] = ()
-        given = self.call.given(self.call.leaves)
         k = 0
         for parts, count in zip(local, self._count_leaves(), strict=True):
             self.progress = _HAS_RUN, k
@@ -291,8 +291,10 @@ class CallComparison:
             except ShardedCallError as error:
                 raise ShardedCallError(why or str(error)) from None
             is_lazy = in_caches[k] or k >= first_kept or reference.used_by_others[k]
-            which = given.get(id(reference.outputs[k])) if count is None else None
-            outputs += (replace(plan, is_lazy=is_lazy, given=which),)
+            plan = replace(plan, is_lazy=is_lazy)
+            if count is None:
+                plan = given_back(plan, reference.outputs[k], self.call)
+            outputs += (plan,)
             k += 1 if count is None else count
         return outputs
 

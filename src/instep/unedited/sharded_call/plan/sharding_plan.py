@@ -39,7 +39,10 @@ class OutputPlan:
     order: MemoryOrder | None = field(default=None, compare=False)
     """Of the whole output, if it is a tensor."""
     given: Given | None = None
-    """What the forward returns there as it is: the script may change that in place."""
+    """What the forward returns there as it is, or a view of: the script may change that in
+    place."""
+    row_stride: int | None = field(default=None, compare=False)
+    """Of a view: how far its rows are apart in memory; 0 without rows. None: it is as given."""
     numbers: frozenset[str] = field(default=frozenset(), compare=False)
     """What it was whenever it was compared, if it is a number or truth value."""
 

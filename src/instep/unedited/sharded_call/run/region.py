@@ -58,6 +58,8 @@ class Region:
     """The name of a parameter that was frozen, and is trained since the forward."""
     given: dict[int, Given] = field(default_factory=dict)
     """What the forward may have returned as it is, by the ids of what it got."""
+    leaves: list[Any] = field(default_factory=list)
+    """The arguments as the first of this rank's shards got them, where `given` is noted."""
     _outer: list[Region | None] = field(default_factory=list)
     """Each time that it is under way, the call around it."""
 

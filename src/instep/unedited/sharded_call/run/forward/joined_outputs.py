@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instep.training.pytree import leaves_of
@@ -38,17 +40,67 @@ def join_outputs(local: LocalOutputs, plan: ShardingPlan, region: Region) -> lis
     return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
 
 
+def given_back(plan: OutputPlan, whole: Any, call: BoundCall) -> OutputPlan:
+    """The plan of an output, which may be what the whole forward was given, or a view of it."""
+    plan, given = replace(plan, given=None, row_stride=None), call.given(call.leaves)
+    if id(whole) in given:
+        return replace(plan, given=given[id(whole)])
+    if plan.interleaved or plan.placement == "entries":
+        return plan
+    row_stride = whole.stride(plan.dim) if plan.placement == "shard" and whole.dim() else 0
+    wholes = ((which, call.value_given(which)) for which in given.values())
+    found = (which for which, value in wholes if _is_view(whole, value))
+    which = next(found, None)
+    return plan if which is None else replace(plan, given=which, row_stride=row_stride)
+
+
 def with_given(
     joined: list[Any], local: LocalOutputs, plan: ShardingPlan, region: Region, call: BoundCall
 ) -> list[Any]:
     """These outputs, of which those that the forward has returned as they were given are the
-    script's own tensors."""
+    script's own tensors, and views of these are views."""
     return [
-        call.value_given(how.given)
-        if how.given is not None and region.given.get(id(parts[0])) == how.given
-        else output
+        output if how.given is None else _given(output, parts[0], how, region, call)
         for output, parts, how in zip(joined, local, plan.outputs, strict=True)
     ]
+
+
+def _given(joined: Any, local: Any, how: OutputPlan, region: Region, call: BoundCall) -> Any:
+    """The script's own tensor, or a view of it, if the forward has returned that; else `joined`."""
+    assert how.given is not None
+    whole = call.value_given(how.given)
+    if how.row_stride is None:
+        return whole if region.given.get(id(local)) == how.given else joined
+    own = region.leaves[how.given] if isinstance(how.given, int) else whole
+    if not (_is_view(local, own) and _is_view(own, whole)):
+        return joined
+    size, strides, block = list(local.shape), list(local.stride()), region.blocks[0]
+    if how.placement == "shard":
+        size[how.dim] = size[how.dim] // block.count * block.total
+        strides[how.dim] = how.row_stride  # where there is one row, its own stride tells nothing
+    start = whole.storage_offset() + local.storage_offset() - own.storage_offset()
+    view = whole.as_strided(size, strides, start)
+    return view if local.requires_grad else view.detach()
+
+
+def _is_view(tensor: Any, other: Any) -> bool:
+    """Whether these are plain tensors, the one in the memory of the other one."""
+    pair = tensor, other
+    if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in pair):
+        return False
+    if any(map(is_subclass, pair)) or tensor.dtype != other.dtype or not tensor.numel():
+        return False
+    if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    (first, last), (begin, end) = map(_places, pair)
+    return begin <= first <= last <= end
+
+
+def _places(tensor: Tensor) -> tuple[int, int]:
+    """The first and the last place of a tensor in its storage."""
+    start = int(tensor.storage_offset())
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + sum((int(length) - 1) * int(stride) for length, stride in pairs)
 
 
 def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:

@@ -98,7 +98,8 @@ def run_local(
             else:
                 _run_in_threads(shards, region, tables)
             if notes_given:
-                region.given = call.given(shards[0].leaves)
+                region.leaves = [*shards[0].leaves]
+                region.given = call.given(region.leaves)
             region.new_parameter = tables.find_new_parameter()
             if torch.is_grad_enabled():
                 region.trained_parameter = tables.find_trained_parameter()
