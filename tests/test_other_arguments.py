@@ -159,6 +159,22 @@ class SwitchedPart(nn.Linear):
         return scores - scores.mean(0) if step > 84 else scores
 
 
+class PassedOn(nn.Module):
+    """As `Switched`, through a method that gives it another name, and once more without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList([SwitchedPart()])
+
+    def forward(self, x: Tensor, now: int) -> Any:
+        return self.run_blocks(self.first(x), time=2 * now)
+
+    def run_blocks(self, x: Tensor, *, time: int) -> Any:
+        for block in self.blocks:
+            x = block(x, time // 2)
+        return x
+
+
 class Warmed(nn.Linear):
     """With a weight that its argument gives."""
 
@@ -172,7 +188,7 @@ class Warmed(nn.Linear):
 
 
 @pytest.mark.parametrize("tells_by_tensor", [False, True])
-@pytest.mark.parametrize("make", [Switched, Warmed])
+@pytest.mark.parametrize("make", [Switched, PassedOn, Warmed])
 @ranks(2)
 def test_what_a_forward_computes_from_a_step_that_it_is_given_is_compared(
     make: Callable[[], nn.Module], tells_by_tensor: bool
