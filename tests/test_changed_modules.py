@@ -134,6 +134,7 @@ class Picking(nn.Module):
         self.layer, self.pick = nn.Linear(4, 3), pick
         self.slotted, self.chosen, self.kinds = Slotted(), {0}, (0, 1)
         self.register_buffer("counter", torch.tensor(0))
+        self.register_buffer("ratio", torch.tensor(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         return STEPS[self.pick(self)](self.layer(x))
@@ -156,6 +157,7 @@ PICKS: dict[str, tuple[Callable[[Any], int], Callable[[Any], object]]] = {
     ),
     "another tuple": (lambda m: m.kinds[0], lambda m: setattr(m, "kinds", (1, 0))),
     "a tensor that counts": (lambda m: int(m.counter), lambda m: m.counter.add_(1)),
+    "a float in a buffer": (lambda m: m.ratio.item() > 0.5, lambda m: m.ratio.fill_(0.9)),
 }
 
 

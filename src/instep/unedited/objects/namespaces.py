@@ -88,23 +88,28 @@ class Items:
 
 
 class Counters:
-    """The whole numbers and truth values in tensors of no dimension, which a forward may read."""
+    """The numbers and truth values in tensors of no dimension, which a forward may read: no floats
+    on an accelerator, for which one would have to wait, and none that are trained."""
 
     __slots__ = ("tensors", "versions")
 
     def __init__(self, values: Iterable[Tensor | None]) -> None:
-        self.tensors = [x for x in values if x is not None and _is_counter(x)]
+        self.tensors = [x for x in values if x is not None and (_is_counter(x) or _is_float(x))]
         self.versions = [x._version for x in self.tensors]
 
     def find_changes(self) -> dict[Key, Any]:
-        """The counters that were written to since this was last asked."""
+        """Those that were written to since this was last asked, and the floats among these."""
         versions = [x._version for x in self.tensors]
         if versions == self.versions:
             return {}
-        pairs = enumerate(zip(versions, self.versions, strict=True))
-        changed = [k for k, (now, before) in pairs if now != before]
+        both = enumerate(zip(versions, self.versions, strict=True))
+        changed = [k for k, (now, before) in both if now != before]
         self.versions = versions
-        return {("tensor", k, "version"): OTHER_OBJECT for k in changed}
+        pairs = ((k, self.tensors[k]) for k in changed)
+        return {
+            ("tensor", k, "version"): float(x) if x.is_floating_point() else OTHER_OBJECT
+            for k, x in pairs
+        }
 
 
 def table_of(node: GraphNode) -> Table | None:
@@ -160,6 +165,12 @@ def _is_counter(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.dim() or tensor.is_inference():
         return False
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_float(tensor: Tensor) -> bool:
+    """Whether this is a float on the CPU that is not trained."""
+    is_number = type(tensor) is Tensor and not tensor.dim() and tensor.is_floating_point()
+    return is_number and tensor.is_cpu and not (tensor.requires_grad or tensor.is_inference())
 
 
 def is_sequence(value: Any) -> bool:
