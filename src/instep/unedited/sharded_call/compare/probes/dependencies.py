@@ -134,7 +134,8 @@ def find_dependency(
         kinds.append((with_nan, (0, 1)))
     for of_kind, numbers in kinds:
         others = (of_kind(call, dims, number) for number in numbers)
-        if _find_difference(reference, plan, group, others) == COUPLED:
+        unknown = None if operations.are_known else operations
+        if _find_difference(reference, plan, group, others, unknown) == COUPLED:
             return COUPLED
     return ""
 
