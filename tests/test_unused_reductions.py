@@ -35,6 +35,7 @@ WHOLE: dict[str, Function] = {
 IN_TORCH: dict[str, Function] = {
     "normalize": lambda x: x + functional.normalize(x, dim=0) * functional.relu(x.abs() - 60),
     "softmax": lambda x: x + functional.softmax(x, dim=0) * functional.relu(x.abs() - 60),
+    "a product": lambda x: x * (4000 / (x.mT @ x).diagonal().max()).clamp(max=1),
     "cov": lambda x: x + functional.relu(torch.cov(x.T).diagonal() - 900),
     "total norm": lambda x: (
         x * (400 / nn.utils.get_total_norm([x.detach()])).clamp(max=1)  # type: ignore[no-untyped-call]
@@ -68,6 +69,7 @@ DIVIDED: dict[str, Function] = {
     "a hinge": lambda x: x * (1 + (x.abs().mean() - 40).relu()),
     "a mean of a hinge": lambda x: x + (x.abs() - 60).relu().mean(),
     "a shift": lambda x: (x - x.max()).softmax(1),
+    "a sum as a product": lambda x: torch.dot(x.flatten(), x.flatten().tanh()),
     "products with itself": lambda x: x + functional.relu((x @ x.T).diagonal() - 3000)[:, None],
     "heads": lambda x: (x.view(-1, 4, 4) @ x.view(-1, 4, 4).mT).softmax(-1).flatten(1) + x,
     "rows of their own": lambda x: x / x.amax(1, keepdim=True) + x.std(1, keepdim=True),

@@ -42,7 +42,10 @@ _PASSED = frozenset(
     )
 )
 """Those that call torch's modules and functions as the script does."""
-_SUMS = frozenset(("aten::sum", "aten::mean"))
+_SUMS = frozenset(
+    f"aten::{name}" for name in ("sum", "mean", "dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm")
+)
+"""Those that add up over rows what is linear in each."""
 _ALONG = frozenset(
     f"aten::{name}"
     for name in (
@@ -94,7 +97,7 @@ class OperationKind(Enum):
     """How an operation goes over the rows."""
 
     SUM = auto()
-    """A sum or a mean over them."""
+    """A sum or a mean over them, or of products with them."""
     REDUCTION = auto()
     """Another one over them, or along them."""
     PAIRS = auto()
@@ -131,7 +134,7 @@ class RowOperations:
             found.setdefault(place, []).append(_Call.of(args, result))
             return result
 
-        with _Operations(note).seen():
+        with _Operations(note).enabled():
             yield
         self.are_known = not of_whole
 
@@ -153,7 +156,7 @@ class RowOperations:
                 return result
             return tree_map_only(Tensor, lambda x: _scaled(x, factor, dims, rows), result)
 
-        with _Operations(scale).seen():
+        with _Operations(scale).enabled():
             yield
 
     def _kind(self, place: _Place, k: int) -> tuple[OperationKind | None, list[int]]:
@@ -193,7 +196,7 @@ class _Operations(OperationMode):
         self._is_ignored = False
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
+    def enabled(self) -> Iterator[None]:
         """Inside, operations on this thread are seen."""
         with replaced_reductions(self._ignored, REDUCTIONS), self:
             yield

@@ -74,20 +74,20 @@ def depends_on_reductions(
     has_own_sums = plan.sums_without_rows is None and not plan.has_reductions
     forward, transport = reference.forward, group.transport
     lengths = forward.reduction_lengths
-    trial = _Trial(reference, plan, group)
+    forwards = _ScaledForwards(reference, plan, group)
     named = [(OTHER_REDUCTIONS, lengths), (CONDITIONS, lengths)]
     named += [(SUMS, forward.sum_lengths)] if has_own_sums else []
     if any(
-        trial.finds_dependency(partial(_scaled_calls, names, of_names), _FACTORS, of_names)
+        forwards.finds_dependency(partial(_scaled_calls, names, of_names), _FACTORS, of_names)
         for names, of_names in named
     ):
         return True
     if on_any_rank(not operations.are_known, transport):
-        trial.note(operations)
+        forwards.note(operations)
     kinds = [kind for kind in OperationKind if not (plan.has_reductions and kind.is_sum)]
     found, factors = operations.kinds(), _FACTORS + _NAN
     return any(
-        trial.finds_dependency(scale, factors, kind in found)
+        forwards.finds_dependency(scale, factors, kind in found)
         for kind in kinds
         for scale in [partial(_scaled_operations, operations, kind)]
     )
@@ -99,7 +99,7 @@ _Scale = Callable[[float, int], AbstractContextManager[_HasRows]]
 """Multiplies, inside, what goes over the rows, by a factor, in the forward of so many rows."""
 
 
-class _Trial:
+class _ScaledForwards:
     """A plan, tried with results of reductions that are not the script's."""
 
     def __init__(self, reference: Reference, plan: ShardingPlan, group: ShardGroup) -> None:
