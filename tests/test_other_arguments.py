@@ -249,6 +249,17 @@ def test_lengths_of_which_all_parts_have_the_same_largest_are_tried(dtype: torch
     assert_same_whole(Imputing(lambda x, lengths: x / lengths.max()), calls)
 
 
+def weighted(x: Tensor, labels: Tensor) -> Tensor:
+    counts = torch.bincount(labels, minlength=10)
+    return x * torch.where(labels > 4, counts[labels], 1)[:, None]
+
+
+@ranks(2)
+def test_labels_above_the_largest_so_far_are_tried() -> None:
+    calls = [(rows(seed=k), torch.arange(8) % (4 if k < LATE else 7)) for k in range(CALLS)]
+    assert_same_whole(Imputing(weighted), calls)
+
+
 def squeezed(x: Tensor) -> Tensor:
     return x[:, :1].squeeze()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -90,6 +91,12 @@ def with_all_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> 
     return call.with_leaves([_relabelled(leaf, dim, first) for leaf, dim in pairs])
 
 
+def with_large_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> BoundCall:
+    """As `with_all_labels`, with labels up to about twice the largest."""
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([_relabelled(leaf, dim, first, times=2) for leaf, dim in pairs])
+
+
 def with_small_labels(call: BoundCall, dims: Sequence[int | None], first: int) -> BoundCall:
     """As `with_all_labels`, without the largest label in the second half of the batch."""
     pairs = zip(call.leaves, dims, strict=True)
@@ -97,9 +104,12 @@ def with_small_labels(call: BoundCall, dims: Sequence[int | None], first: int) -
     return call.with_leaves(leaves)
 
 
-def _relabelled(leaf: Any, dim: int | None, first: int, *, is_smaller: bool = False) -> Any:
+def _relabelled(
+    leaf: Any, dim: int | None, first: int, *, is_smaller: bool = False, times: int = 1
+) -> Any:
     if isinstance(leaf, np.ndarray):
-        return mapped(leaf, lambda x, _: _relabelled(x, dim, first, is_smaller=is_smaller))
+        change = partial(_relabelled, is_smaller=is_smaller, times=times)
+        return mapped(leaf, lambda x, _: change(x, dim, first))
     if dim is None or not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return leaf
     if leaf.is_complex() or leaf.requires_grad:
@@ -109,7 +119,7 @@ def _relabelled(leaf: Any, dim: int | None, first: int, *, is_smaller: bool = Fa
         return leaf if has_values or is_smaller else _with_ones(leaf, first)
     if leaf.is_floating_point() and has_values:
         return leaf
-    half, count = max(1, len(leaf) // 2), max(2, int(leaf.max()) + 1)
+    half, count = max(1, len(leaf) // 2), times * max(2, int(leaf.max()) + 1)
     numbers = (torch.arange(len(leaf), device="cpu") + first) % half * count // half
     if is_smaller:
         if count < 3:  # or no label would be in both halves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from instep.unedited.sharded_call.compare.probes.changed_leaves import (
     keep_half,
     mapped,
     with_all_labels,
+    with_large_labels,
     with_nan,
     with_one_label,
     with_other_values,
@@ -55,6 +56,8 @@ _FACTORS = ((8.0, -8.0), (8.0, 0.125))
 nothing."""
 _OF_NAN = frozenset(("isnan", "isfinite", "isinf", "nan_to_num", "nanmean", "nansum", "nanmedian"))
 
+_Change = Callable[[BoundCall, Sequence[int | None], int], BoundCall]
+"""Gives the rows of a call other values, in one of two ways."""
 _SHAPES = "the shape of what it returns depends on the values in its rows"
 COUPLED = "its rows depend on each other where their values are others"
 
@@ -129,14 +132,22 @@ def find_dependency(
             break
     if found:
         return found
-    kinds = [(with_one_label, (0, -1)), (with_all_labels, (0, 1)), (with_small_labels, (0, 1))]
+    kinds: list[tuple[tuple[int, int], list[_Change]]] = [
+        ((0, -1), [with_one_label]),
+        ((0, 1), [with_large_labels, with_all_labels]),  # large ones may be out of range
+        ((0, 1), [with_small_labels]),
+    ]
     if _names_nan(reference):
-        kinds.append((with_nan, (0, 1)))
-    for of_kind, numbers in kinds:
-        others = (of_kind(call, dims, number) for number in numbers)
-        unknown = None if operations.are_known else operations
-        if _find_difference(reference, plan, group, others, unknown) == COUPLED:
-            return COUPLED
+        kinds.append(((0, 1), [with_nan]))
+    for numbers, changes in kinds:
+        for change in changes:
+            others = (change(call, dims, number) for number in numbers)
+            unknown = None if operations.are_known else operations
+            found = _find_difference(reference, plan, group, others, unknown)
+            if found == COUPLED:
+                return COUPLED
+            if found == "":
+                break
     return ""
 
 
