@@ -175,7 +175,7 @@ class RowOperations:
             return OperationKind.PAIRS, pairs
         name, *_ = place
         is_along = name in _ALONG and part.dim_argument() in given[0]
-        if is_along or not (name in _MOVING or all(returned)):
+        if is_along or not (name in _MOVING or any(returned)):
             return OperationKind.SUM if name in _SUMS else OperationKind.REDUCTION, []
         return None, []
 

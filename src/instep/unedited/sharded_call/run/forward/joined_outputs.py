@@ -45,7 +45,7 @@ def given_back(plan: OutputPlan, whole: Any, call: BoundCall) -> OutputPlan:
     plan, given = replace(plan, given=None, row_stride=None), call.given(call.leaves)
     if id(whole) in given:
         return replace(plan, given=given[id(whole)])
-    if plan.interleaved or plan.placement == "entries":
+    if plan.interleaved or plan.placement == "entries" or not isinstance(whole, Tensor):
         return plan
     row_stride = whole.stride(plan.dim) if plan.placement == "shard" and whole.dim() else 0
     wholes = ((which, call.value_given(which)) for which in given.values())
