@@ -405,3 +405,24 @@ def test_the_numbers_of_calls_that_are_no_other_cost_no_comparison() -> None:
             model(x, torch.zeros(1), torch.ones(3), [0.5] * 8, Options(mix=0.5), {1, 2})
     [entry] = _plans[model].entries
     assert (entry.last_compared, modules.call_counts.whole) == (1, 0)
+
+
+class CountsImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.seen = nn.Conv2d(1, 4, 3), 0
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        self.seen += len(images)
+        return [self.conv(image[None])[0] for image in images]
+
+
+@ranks(2)
+def test_a_list_of_images_of_one_channel_is_no_small_batch() -> None:
+    images = [torch.randn(1, 5 + k % 2, 5) for k in range(6)]
+    with sharding() as log:
+        model = CountsImages()
+        for _ in range(3):  # the first two may set it up
+            model(images)
+    if instep.rank == 0:
+        assert "CountsImages whole: its attribute seen depends on the rows." in log.getvalue()

@@ -66,10 +66,6 @@ class Transport(Protocol):
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         """Reduce tensors of one dtype over all ranks, each into itself."""
 
-    def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
-        """Reduce contiguous tensors of one dtype over all ranks into 1-D tensors in the memory of
-        `open_memory`, which all ranks share: each rank writes a part of them."""
-
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         """Start to reduce a contiguous `tensor` into root's; on other ranks it is overwritten."""
 
@@ -175,9 +171,6 @@ class ProcessGroupTransport:
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
             pending.wait()
-
-    def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
-        raise AssertionError("these ranks have no memory in common")
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         self._count()
@@ -305,6 +298,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self._shm_group.all_reduce_now(tensors, _OPS[op])
 
     def all_reduce_to_host(self, tensors: list[Tensor], results: list[Tensor], op: str) -> None:
+        """Reduce contiguous tensors of one dtype over all ranks into 1-D tensors in the memory of
+        `open_memory`, which all ranks share: each rank writes a part of them."""
         self._count()
         self._shm_group.all_reduce_to_host_now(tensors, results, _OPS[op])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
@@ -67,7 +68,8 @@ class HostSums:
             return None
         if is_other or not self._has_memory(grads, is_written, has_forked, transport):
             return None
-        transport.all_reduce_to_host(list(grads), self._shared, "sum")
+        of_host: Any = transport  # a SharedMemoryTransport, or one that calls it
+        of_host.all_reduce_to_host(list(grads), self._shared, "sum")
         return self._sums
 
     def _leave(self) -> None:

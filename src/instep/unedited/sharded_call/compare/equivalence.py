@@ -4,7 +4,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -110,7 +110,6 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
         why = _why_not_to_try(comparison, group, has_divisions=bool(divisions))
     if why is not None:
         return CallResult(comparison.reference.value(), None, why, is_sharded=False)
-    has_few = comparison.call.rows < group.size
     kinds_of_sums = _kinds_of_sums(comparison.reference, group)
     furthest, text = NOTHING_RIGHT, ""
     for reading, division in divisions:
@@ -126,7 +125,7 @@ def _search(comparison: CallComparison, why: WholeReason | None, group: ShardGro
                 comparison.progress > furthest or not text or is_read_so
             ):
                 furthest, text = max(comparison.progress, furthest), reason
-    why = FEW_ROWS if has_few else _why_none_is_right(comparison, furthest, text, group)
+    why = _why_none_is_right(comparison, [call for call, _ in divisions], furthest, text, group)
     return CallResult(comparison.reference.value(), None, why, is_sharded=False)
 
 
@@ -154,13 +153,22 @@ def _kinds_of_sums(reference: Reference, group: ShardGroup) -> list[Callable[[],
 
 
 def _why_none_is_right(
-    comparison: CallComparison, furthest: tuple[int, int], text: str, group: ShardGroup
+    comparison: CallComparison,
+    readings: Sequence[BoundCall],
+    furthest: tuple[int, int],
+    text: str,
+    group: ShardGroup,
 ) -> WholeReason:
-    """Why each division that was tried differs from the whole call; `text` is that of the one that
-    came `furthest`. Collective."""
+    """Why each division that was tried, of these readings, differs from the whole call; `text` is
+    that of the one that came `furthest`. Collective."""
+    if all(reading.rows < group.size for reading in readings):
+        return FEW_ROWS
+    if furthest == NOTHING_RIGHT and comparison.call.rows < group.size:
+        return FEW_ROWS  # a list is one of several tensors, not of samples
     changes_state = comparison.reference.forward.changes_state
     sets_up = on_any_rank(changes_state, group.transport)
-    if furthest == NOTHING_RIGHT and comparison.call.has_short_first(group.size):
+    are_short = all(reading.has_short_first(group.size) for reading in readings)
+    if furthest == NOTHING_RIGHT and are_short:
         return SHORT_FIRST
     counts = comparison.call.list_lengths() if group.is_virtual else []
     if furthest == NOTHING_RIGHT and any(count >= group.size for count in counts):

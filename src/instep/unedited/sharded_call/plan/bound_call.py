@@ -98,9 +98,10 @@ class BoundCall:
         return max_rows(self.leaves)
 
     def has_short_first(self, size: int) -> bool:
-        """Whether the first of its tensors has fewer rows than `size`. A state that follows, as an
-        LSTM's, has one for each layer, which are no samples."""
-        first = next((tensor for tensor in self.tensors if tensor.dim()), None)
+        """Whether the first of its tensors, or a list of samples before it, has fewer rows than
+        `size`. A state that follows, as an LSTM's, has one for each layer, which are no samples."""
+        with_rows = (x for x in self.leaves if is_entries(x) or (isinstance(x, Tensor) and x.dim()))
+        first = next(with_rows, None)
         return first is not None and max_rows([first]) < size
 
     @cached_property
