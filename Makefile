@@ -12,7 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-test: components .venv/ready
+# The kernels are compiled when the compiler is there, which `components` may bring.
+test:
+	$(MAKE) --jobs=2 components .venv/packages
+	$(MAKE) .venv/ready
 	$(MAKE) --jobs=2 --output-sync lint rewritten
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
@@ -80,8 +83,12 @@ types: .venv/ready
 rewritten: .venv/ready
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 
-.venv/ready: pyproject.toml constraints.txt scripts/venv setup.py $(KERNELS)
+.venv/packages: pyproject.toml constraints.txt scripts/venv
 	scripts/venv "$(PYTHON)"
+	touch $@
+
+.venv/ready: .venv/packages setup.py $(KERNELS)
+	$(BIN)/pip install --quiet --no-deps -e .
 	touch $@
 
 .venv-peers/ready: pyproject.toml constraints.txt scripts/horovod
