@@ -18,6 +18,7 @@ import torch
 
 import detour
 import forked_jobs
+import instep
 from instep.distributed.identity import accelerators, torch_devices
 from instep.distributed.identity.world import World
 from instep.errors import DeviceError
@@ -52,7 +53,7 @@ class Place:
 
     def script(self, text: str, name: str = "train.py") -> str:
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(textwrap.dedent(text))
         return str(path)
 
@@ -61,7 +62,7 @@ class Place:
     ) -> subprocess.CompletedProcess[str]:
         """Run it in the folder `name`; nothing temporary may be left but what torch leaves."""
         for made in (name, f"{name}-views"):
-            (self.folder / made).mkdir()
+            (self.folder / made).mkdir(exist_ok=True)
         temporary = tempfile.mkdtemp(dir="/tmp")  # a socket's path may have 107 letters
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "PYTHONHASH"))}
         words = [*command, str(self.folder / f"{name}-views")]
@@ -230,12 +231,12 @@ def test_where_that_is_certain_it_is_left_alone_from_the_beginning(place: Place)
 
 @pytest.mark.launch
 def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) -> None:
-    place.script("import instep\ndef where(): return instep.rank, instep.world_size", "mine.py")
+    place.script("import instep\ndef version(): return instep.__version__", "mine.py")
     script = place.script("""
-        import os, sys
+        import os, sys, mine
         assert "torch" not in sys.modules
-        import mine
-        open(f"rank{os.environ['RANK']}", "w").write(str(mine.where()))
+        with open(f"rank{os.environ['RANK']}", "w") as file:
+            file.write(mine.version())
     """)
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stderr) == (0, (
@@ -243,7 +244,7 @@ def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) ->
         "does not call instep.shard: if it does not divide its data otherwise, each of the 2 "
         "ranks computes all of it. [INS714]\n"
     ))  # fmt: skip
-    assert place.left("n2") == {"rank0": b"(0, 2)", "rank1": b"(1, 2)"}
+    assert place.left("n2") == dict.fromkeys(("rank0", "rank1"), instep.__version__.encode())
     script = place.script("import os; open(os.environ['RANK'], 'w')", "plain.py")
     done = place.run("plain", *RUN[:-1], "--plain", "-n", "2", script)
     assert (done.returncode, done.stderr, place.left("plain")) == (0, "", {"0": b"", "1": b""})
@@ -839,7 +840,7 @@ def test_every_row_of_the_table_says_why_and_stands_once() -> None:
 @pytest.mark.launch
 def test_a_module_without_a_call_that_can_be_seen_is_told_so(place: Place) -> None:
     """It is one of a package, with relative imports."""
-    place.script("NAME = 'relative'", "package/names.py")
+    place.script("NAME = 'relative'", "n2/package/names.py")
     place.script(
         """
         import torch
@@ -848,9 +849,9 @@ def test_a_module_without_a_call_that_can_be_seen_is_told_so(place: Place) -> No
         (weight * torch.arange(6.0).view(2, 3)).sum().backward()
         print(NAME, weight.grad.tolist())
         """,
-        "package/train.py",
+        "n2/package/train.py",
     )
-    done = place.run("n2", *RUN, "2", "-m", "package.train", PYTHONPATH=str(place.folder))
+    done = place.run("n2", *FORKED, "2", "-m", "package.train")
     assert (done.returncode, done.stdout) == (0, "relative [3.0, 5.0, 7.0]\n")
     assert done.stderr.startswith("instep: every rank computed all of this script: ")
     assert done.stderr.count("\n") == 1
