@@ -171,7 +171,7 @@ def test_a_spawned_rank_that_waited_in_vain_and_reports_it_first_is_not_the_one_
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_the_parent_of_spawned_ranks_sees_the_one_that_failed_first(
     tmp_path: Path, method: str
 ) -> None:
