@@ -16,6 +16,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.numbers import gather_values, on_any_rank
 from instep.process import in_main_thread, settings
+from instep.process.process_value import ProcessValue
 from instep.training.drift.rank0_values import take_rank0_values
 from instep.unedited.optimizer_steps.divided_steps import pausing_steps, step_counts
 from instep.unedited.sharded_call.one_process.cores import Cores
@@ -201,28 +202,30 @@ class Fallback:
         self._start = perf_counter()
 
 
-_current: list[Fallback] = []
+_current = ProcessValue[Fallback | None](None)
 
 
 def set_fallback(fallback: Fallback | None) -> None:
     """Let this be what the calls and backwards of the script ask; None: nothing."""
-    _current[:] = [] if fallback is None else [fallback]
+    _current.value = fallback
 
 
 def current_fallback() -> Fallback | None:
     """The fallback that is to be asked here; None outside of the script's main thread, or where
     this rank works alone."""
-    if not _current or not in_main_thread():
+    fallback = _current.value
+    if fallback is None or not in_main_thread() or is_rank_local():
         return None
-    return None if is_rank_local() else _current[0]
+    return fallback
 
 
 def leave_others(why: str = _AHEAD) -> None:
     """See `Fallback.leave_others`; for any place of the script."""
-    for fallback in _current:
+    if fallback := _current.value:
         fallback.leave_others(why)
 
 
 def may_interrupt() -> bool:
     """See `Fallback.may_interrupt`; for any place of the script."""
-    return all(fallback.may_interrupt() for fallback in _current)
+    fallback = _current.value
+    return fallback is None or fallback.may_interrupt()

@@ -16,6 +16,7 @@ from instep.distributed.communication.transport import Transport, get_transport,
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import CollectiveError
 from instep.process.patching import Function
+from instep.process.process_value import ProcessValue
 from instep.process.torch_private.autograd import (
     VMAP,
     current_graph_task_id,
@@ -40,7 +41,7 @@ from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 from instep.unedited.sharded_call.run.whole_state import broadcast_whole_part, note_nested
 
-_callbacks: list[Callable[[], None]] = []
+_first_work = ProcessValue[Callable[[], None] | None](None)
 
 
 def on_first_work(callback: Callable[[], None] | None) -> None:
@@ -48,13 +49,14 @@ def on_first_work(callback: Callable[[], None] | None) -> None:
 
     From then on the ranks of a script cannot part any more. None: call nothing.
     """
-    _callbacks[:] = [] if callback is None else [callback]
+    _first_work.value = callback
 
 
 def start_work() -> None:
     """Run the callback of `on_first_work`, unless it has run before."""
-    while _callbacks:
-        _callbacks.pop()()
+    callback, _first_work.value = _first_work.value, None
+    if callback is not None:
+        callback()
 
 
 def backward(
@@ -197,14 +199,15 @@ def _is_under_vmap(grad_outputs: Any) -> bool:
 def _grad_under_vmap(take: Callable[[Any, bool], Any], grad_outputs: Any) -> Any:
     """`take(grad_outputs, True)` of each row of a torch.vmap that is under way."""
     flat, structure = tree_flatten(grad_outputs)
-    like: list[Any] = []
+    taken: Any = None
 
     def run(*grads: Tensor) -> tuple[Tensor, ...]:
-        like[:] = [take(tree_unflatten([*grads], structure), True)]
-        return tuple(find_tensors(like[0]))
+        nonlocal taken
+        taken = take(tree_unflatten([*grads], structure), True)
+        return tuple(find_tensors(taken))
 
     found = iter(apply(_RowsOfVmap, run, *flat))
-    return tree_map_only(Tensor, lambda _: next(found), like[0])
+    return tree_map_only(Tensor, lambda _: next(found), taken)
 
 
 def _stack(rows: Sequence[Tensor | None]) -> Tensor | None:
