@@ -255,6 +255,14 @@ class Snapshot:
 
         `kept`: attributes that it may set to tensors.
         """
+        return (
+            self._find_new_part(after)
+            or self._find_side_effect(after)
+            or self._find_write(after)
+            or WholeReason.of(self._find_graph_change(after, kept))
+        )
+
+    def _find_new_part(self, after: Snapshot) -> WholeReason | None:
         for made in sorted(after._made - self._made):
             what = "part" if made in after._names else "parameter"
             return WholeReason(f"its forward makes the {what} {made}", ReasonKind.MAKES_PART)
@@ -262,6 +270,9 @@ class Snapshot:
             if parameter is not self._parameters[name]:
                 text = f"its forward makes the parameter {name} anew"
                 return WholeReason(text, ReasonKind.SETS_UP)
+        return None
+
+    def _find_side_effect(self, after: Snapshot) -> WholeReason | None:
         for name, attributes in after._attributes.items():
             if not is_same(attributes, self._attributes.get(name, {})):
                 what = "parameter" if name in self._parameters else "buffer"
@@ -273,26 +284,30 @@ class Snapshot:
             if is_same_object and state.node is not after.buffers[key].node:
                 text = f"its forward computes its buffer {self._path(*key)} in place, with a graph"
                 return WholeReason(text, ReasonKind.LASTING)
-        if self._trained != after._trained:
-            return FREEZES
+        return FREEZES if self._trained != after._trained else None
+
+    def _find_write(self, after: Snapshot) -> WholeReason | None:
         changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
         moved = {*changed} <= {_FROZEN}  # an optimizer inside of a forward has a state of its own
         changed += self._changed_by_data
-        if changed:
-            kind = ReasonKind.LASTING
-            if changed[0] in (_TRAINED, _FROZEN):
-                kind = ReasonKind.CHANGES_PARAMETERS
-            if moved and {*changed} <= {_TRAINED, _FROZEN}:
-                kind = ReasonKind.MOVES_PARAMETERS
-                _moving.add(self._parts[0])
-            return WholeReason(f"its forward changes {changed[0]} in place", kind)
+        if not changed:
+            return None
+        kind = ReasonKind.LASTING
+        if changed[0] in (_TRAINED, _FROZEN):
+            kind = ReasonKind.CHANGES_PARAMETERS
+        if moved and {*changed} <= {_TRAINED, _FROZEN}:
+            kind = ReasonKind.MOVES_PARAMETERS
+            _moving.add(self._parts[0])
+        return WholeReason(f"its forward changes {changed[0]} in place", kind)
+
+    def _find_graph_change(self, after: Snapshot, kept: Sequence[AttributePlace]) -> str | None:
         places = {(self._parts[k], name) for k, name in kept}
         change = graph_difference.find_change(self.graph, after.graph, self._parts, places)
         if change is None and (taken := after.graph.find_iterator()):
-            change = f"its forward may take the next value of a {taken} for a part of the batch"
+            return f"its forward may take the next value of a {taken} for a part of the batch"
         if change is None and (path := after.graph.find_shared_memory()):
-            change = f"its forward may write to memory that processes share ({path})"
-        return WholeReason.of(change)
+            return f"its forward may write to memory that processes share ({path})"
+        return change
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
         """How far the buffers are apart that two forwards have left (see `buffer_errors`)."""
