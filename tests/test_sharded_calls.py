@@ -54,6 +54,8 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from pool import ranks, talking_over
 from sharded_training import Normed, With, mlp, sharding
 
+pytestmark = pytest.mark.slow
+
 
 @ranks(2)
 def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
