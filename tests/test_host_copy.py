@@ -38,6 +38,7 @@ from instep.training.errors import DriftError
 from instep.training.optimizer_shards.host_copy import HostCopy
 from instep.unedited.optimizer_steps import divided_steps
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
+from kept_by_child import kept_by_child
 from launching import Launch
 from pool import ranks, run, talking_over
 
@@ -634,27 +635,14 @@ def test_a_child_keeps_the_values_of_its_fork(writes) -> None:
         training = Training(OPTIMIZERS["Adam"])
         for _ in range(4):
             training.step()
-        values = [value.clone() for value in training.values()]
-        go_reads, go = os.pipe()
-        done, done_writes = os.pipe()
-        child = os.fork() if instep.rank == 1 else None
-        if child == 0:
-            os.read(go_reads, 1)
-            same = all(map(torch.equal, values, training.values()))
-            os.write(done_writes, b"y" if same else b"n")
-            os._exit(0)
-        if writes:
-            training.parameters[0].data.add_(1)
-        for _ in range(3):
-            training.step()
-        assert training.copy is not None
-        assert not torch.equal(values[0], training.parameters[0])
-        os.write(go, b"!")
-        if child is not None:
-            assert os.read(done, 1) == b"y"
-            os.waitpid(child, 0)
-        for end in (go, go_reads, done, done_writes):
-            os.close(end)
+        first = training.parameters[0].detach().clone()
+        with kept_by_child(training.values, rank=1):
+            if writes:
+                training.parameters[0].data.add_(1)
+            for _ in range(3):
+                training.step()
+            assert training.copy is not None
+            assert not torch.equal(first, training.parameters[0])
 
 
 @ranks(2)

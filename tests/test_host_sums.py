@@ -18,6 +18,7 @@ from instep.distributed.shm.shared_buckets import _pieces
 from instep.training.buckets import in_place_bucket
 from instep.training.buckets.host_sums import HostSums
 from instep.training.buckets.reducer import reducer_of
+from kept_by_child import kept_by_child
 from pool import ranks, talking_over
 
 pytestmark = pytest.mark.skipif(
@@ -212,26 +213,13 @@ def test_a_child_keeps_the_sums_of_its_fork() -> None:
     with small_sums():
         training = Training()
         training.backward()
-        values = [grad.clone() for grad in training.grads()]
-        go_reads, go = os.pipe()
-        done, done_writes = os.pipe()
-        child = os.fork() if instep.rank == 1 else None
-        if child == 0:
-            os.read(go_reads, 1)
-            same = all(map(torch.equal, values, training.grads()))
-            os.write(done_writes, b"y" if same else b"n")
-            os._exit(0)
-        for _ in range(3):
-            training.zero_grad()
-            training.backward()
-        assert training.is_common
-        assert not torch.equal(values[0], training.grads()[0])
-        os.write(go, b"!")
-        if child is not None:
-            assert os.read(done, 1) == b"y"
-            os.waitpid(child, 0)
-        for end in (go, go_reads, done, done_writes):
-            os.close(end)
+        first = training.grads()[0].clone()
+        with kept_by_child(training.grads, rank=1):
+            for _ in range(3):
+                training.zero_grad()
+                training.backward()
+            assert training.is_common
+            assert not torch.equal(first, training.grads()[0])
 
 
 @ranks(2)
