@@ -27,6 +27,17 @@ class OperationMode(TorchDispatchMode):
         return False
 
 
+class KernelMode(OperationMode):
+    """A mode that sees operations with kernels: compiled code runs as such in it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True."""
+        return True
+
+
 def dispatch_mode_stack() -> list[Any]:
     """The modes that see operations on this thread now."""
     return torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -16,23 +16,16 @@ import torch
 from torch import Tensor
 
 from instep.process.torch_private.compiler import skip_methods
-from instep.process.torch_private.dispatch import OperationMode
+from instep.process.torch_private.dispatch import KernelMode
 
 _Arguments = Mapping[str, Any]
 """Of an operation of torch.ops.aten, by name."""
 
 
 @skip_methods
-class IndexChecks(OperationMode):
+class IndexChecks(KernelMode):
     """Inside, on this thread, an operation raises an IndexError or RuntimeError before it runs if
     its kernel for GPUs would find its values out of range."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs as such here; only operations with kernels are seen."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from instep.process import frames_from
-from instep.process.torch_private.dispatch import OperationMode
+from instep.process.torch_private.dispatch import KernelMode
 from instep.process.torch_private.tensors import tree_leaves, tree_map_only
 from instep.unedited.sharded_call.shards.reductions import (
     REDUCTIONS,
@@ -54,8 +54,6 @@ _ALONG = frozenset(
     )
 )
 """Operations along a dimension, which they keep; it is the next argument after the tensor."""
-
-
 _MOVING = frozenset(
     f"aten::{name}"
     for name in (
@@ -180,15 +178,8 @@ class RowOperations:
         return None, []
 
 
-class _Operations(OperationMode):
+class _Operations(KernelMode):
     """A mode in which a function gets the result of each operation."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs as such here; only operations with kernels are seen."""
-        return True
 
     def __init__(self, answer: _Answer) -> None:
         super().__init__()
