@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -68,11 +68,27 @@ def make_rng_state(like: torch.Generator, seed: int) -> Tensor:
     return torch.Generator(like.device).manual_seed(seed).get_state()
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators on the CPU: torch, numpy, random."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+GENERATORS = frozenset({"torch", "numpy", "python"})
+"""The global generators on the CPU: the fields of `RNGStates`."""
+
+
+def seed_all(seed: int, generators: Collection[str] = GENERATORS) -> None:
+    """Seed the global generators on the CPU, or those of these names.
+
+    By the functions that numpy.random.seed and random.seed call: these may be replaced.
+    """
+    if "torch" in generators:
+        torch.default_generator.manual_seed(seed)
+    if "numpy" in generators:
+        np.random.mtrand.seed(seed % 2**32)
+    if "python" in generators:
+        generator = _python_generator()
+        super(random.Random, generator).seed(seed)
+        generator.gauss_next = None
+
+
+def _python_generator() -> Any:
+    return random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
 
 
 _MT19937_BYTES = 4 * (624 + 1)
@@ -106,7 +122,7 @@ def _read_numpy() -> dict[str, Any]:
 
 def _read_python() -> tuple[Any, ...]:
     """The state of Python's global generator: 8 us, or 1 us where nothing was drawn since."""
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
+    generator = _python_generator()
     size = random.Random.__base__.__basicsize__ - _HEADER_BYTES  # type: ignore[union-attr]
     memory = ctypes.string_at(id(generator) + _HEADER_BYTES, size)
     last = _last.python
@@ -152,21 +168,32 @@ class RNGStates:
         """Checksums of numpy's and Python's."""
         return crc32(pickle.dumps(self.numpy)), crc32(repr(self.python).encode())
 
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self.torch)
-        _write_numpy(self.numpy)
-        random.setstate(self.python)
+    def restore(self, generators: Collection[str] = GENERATORS) -> None:
+        """Set the generators to these states, or those of these names."""
+        if "torch" in generators:
+            torch.set_rng_state(self.torch)
+        if "numpy" in generators:
+            _write_numpy(self.numpy)
+        if "python" in generators:
+            random.setstate(self.python)
 
     def equals(self, other: RNGStates) -> bool:
         """Whether nothing was drawn between the two."""
-        return torch.equal(self.torch, other.torch) and self.equals_except_torch(other)
+        return not self.drawn_from(other)
 
     def equals_except_torch(self, other: RNGStates) -> bool:
         """Whether nothing was drawn from numpy's and Python's."""
-        if self.python is not other.python and self.python != other.python:
-            return False
-        return self.numpy is other.numpy or pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
+        return self.drawn_from(other) <= {"torch"}
+
+    def drawn_from(self, other: RNGStates) -> frozenset[str]:
+        """The names of the generators that something was drawn from between the two."""
+        is_drawn_from = {
+            "torch": not torch.equal(self.torch, other.torch),
+            "numpy": self.numpy is not other.numpy
+            and pickle.dumps(self.numpy) != pickle.dumps(other.numpy),
+            "python": self.python is not other.python and self.python != other.python,
+        }
+        return frozenset(name for name, is_drawn in is_drawn_from.items() if is_drawn)
 
 
 class SharedRandomStream:

@@ -80,9 +80,9 @@ class ExchangedBatch:
         return any(header.rows.prints for header in self.headers)
 
     @property
-    def draws(self) -> bool:
-        """Whether samples draw from the global generators."""
-        return any(header.rows.draws for header in self.headers)
+    def drawn_from(self) -> frozenset[str]:
+        """The names of the global generators that samples draw from."""
+        return frozenset().union(*(header.rows.drawn_from for header in self.headers))
 
     @property
     def is_consistent(self) -> bool:

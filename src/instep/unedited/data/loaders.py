@@ -74,8 +74,8 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
 
 def _row_dataset(loader: DataLoader[Any]) -> RowDataset:
     known = known_dataset(loader)
-    if known.effects.draws:  # in another pass, as an evaluation, it may draw nothing
-        known.effects.draws = None
+    if known.effects.drawn_from:  # in another pass, as an evaluation, it may draw nothing
+        known.effects.drawn_from = None
     return RowDataset(loader.dataset, loader.collate_fn, known.variables, known.effects)
 
 

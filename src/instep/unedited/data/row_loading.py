@@ -25,7 +25,7 @@ from instep.distributed.watchdog.signals.rank_signals import is_from_signal
 from instep.process import in_main_thread
 from instep.process.failures.tracebacks import OwnFrames
 from instep.training.blocks import Block
-from instep.training.random_streams import RNGStates, derive_seed, seed_all
+from instep.training.random_streams import GENERATORS, RNGStates, derive_seed, seed_all
 from instep.unedited.data.dataset_state import DatasetState, Variable
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.loading_effects import LoadingEffects, buffered_prints
@@ -162,8 +162,8 @@ class LoadedRows:
     """Of the first sample, in a batch that is checked."""
     other_checksum: bytes | None = None
     """Of the first sample of the next rank, as loaded here."""
-    draws: bool = False
-    """Whether any sample so far has drawn from the global generators."""
+    drawn_from: frozenset[str] = frozenset()
+    """The names of the global generators that samples have drawn from so far."""
     effect: str = ""
     """What loading changes beside the samples, as a predicate."""
     prints: bool = False
@@ -174,8 +174,8 @@ class LoadedRows:
 class SampleEffects:
     """What loading samples of a data set does beside loading, as far as is known."""
 
-    draws: bool | None = None
-    """Whether they draw from the global generators; None: not known yet."""
+    drawn_from: frozenset[str] | None = None
+    """The names of the global generators that they draw from; None: not known yet."""
     changes: bool = True
     """Whether they change what the data set holds."""
 
@@ -211,13 +211,13 @@ class RowDataset(Dataset[Any]):
             return LoadedSamples(samples)
         return self.collate(samples, request)
 
-    def load_rest(self, plan: LoadPlan, *, draws: bool) -> None:
+    def load_rest(self, plan: LoadPlan, drawn_from: frozenset[str]) -> None:
         """Load the rows of a batch that `plan.request()` leaves to other ranks, for what loading
-        them changes and prints here; `draws`: whether they draw random numbers.
+        them changes and prints here; they draw from these generators.
 
         The rows of rank 0 are the first. Another rank takes back what its own have changed, if it
         can, and loads all in their order, which a list shows."""
-        own, self._effects.draws = plan.request(), draws
+        own, self._effects.drawn_from = plan.request(), drawn_from
         loaded = {*range(own.first, own.first + len(own.indices))}
         loaded |= set() if own.check is None else {own.check[0]}
         if self._restorable is not None and plan.block.rank > 0:
@@ -237,60 +237,78 @@ class RowDataset(Dataset[Any]):
     def collate(self, samples: list[Any], request: RowRequest) -> Any:
         """The batch of a loader with workers, which collate: from a random stream of its own."""
         with OwnFrames(), _restoring_generators():
-            _seed_stream(request.seed, request.first, "collate")
+            if in_main_thread():
+                seed_all(derive_seed(request.seed, request.first, "collate"))
             return self._collate(samples)
 
     def _load(self, request: RowRequest) -> list[Any]:
-        """Seeding takes longer than many a sample, so it is tried without first.
+        """Seeding takes longer than many a sample, so only those generators are seeded that samples
+        have drawn from so far.
 
-        Samples that have drawn nothing so far are loaded as plain Python loads them by a rank that
-        works alone.
+        Samples that have drawn nothing are loaded as plain Python loads them by a rank that works
+        alone.
         """
-        is_as_plain = self._effects.draws is False and get_transport().size == 1
+        is_as_plain = self._effects.drawn_from == frozenset() and get_transport().size == 1
         if is_as_plain or not in_main_thread():
             return self._samples(request.indices)
-        samples = None if self._effects.draws else self._load_unseeded(request.indices)
-        if samples is not None:
-            return samples
-        with _restoring_generators():
-            numbered = enumerate(request.indices, request.first)
-            return [self._seeded_sample(request.seed, number, index) for number, index in numbered]
-
-    def _load_unseeded(self, indices: list[Any]) -> list[Any] | None:
-        """Load these samples; None if any draws a random number, with the generators restored."""
-        first = 1 if self._effects.draws is None else len(indices)  # most often one sample shows it
+        first = 1 if self._effects.drawn_from is None else 0  # most often one sample shows it
         samples: list[Any] = []
-        for some in filter(None, (indices[:first], indices[first:])):
-            before = RNGStates.capture()
-            state = self._state(some) if self._effects.changes else None
-            with buffered_prints() as release:
-                try:
-                    samples += self._samples(some)
-                except BaseException as error:  # of the script's data set
-                    if before.equals(RNGStates.capture()) or is_from_signal(error):
-                        raise
-                self._effects.draws = not before.equals(RNGStates.capture())
-                if self._effects.draws:  # tried again with its own random numbers
-                    before.restore()
-                    if state is not None:
-                        state.restore()
-                    return None
-                release()
-            if state is not None:
-                self._effects.changes = bool(state.find_change(draws=False)[0])
+        for indices in filter(None, (request.indices[:first], request.indices[first:])):
+            loaded = None
+            while loaded is None:
+                loaded = self._try_to_load(indices, request.seed, request.first + len(samples))
+            samples += loaded
         return samples
+
+    def _try_to_load(self, indices: list[Any], seed: int, first: int) -> list[Any] | None:
+        """Load these samples, of which `first` is the number of the first. None if any draws from a
+        generator that none has drawn from so far; then that is known, and all else as it was."""
+        seeded = self._effects.drawn_from or frozenset()
+        before = RNGStates.capture()
+        state = self._state(indices) if self._effects.changes else None
+        with buffered_prints() as release:
+            try:
+                samples = self._samples(indices, seed, first, seeded)
+            except BaseException as error:  # of the script's data set
+                if self._restore_generators(before) == seeded or is_from_signal(error):
+                    raise
+                samples = []
+            else:
+                self._restore_generators(before)
+            if (self._effects.drawn_from or frozenset()) > seeded:
+                if state is not None:
+                    state.restore()
+                return None
+            release()
+        if state is not None:
+            self._effects.changes = bool(state.find_change(draws=bool(seeded))[0])
+        return samples
+
+    def _restore_generators(self, before: RNGStates) -> frozenset[str]:
+        """Learn from which generators samples have drawn since, and restore these; returns all
+        that they have drawn from so far."""
+        drawn_from = before.drawn_from(RNGStates.capture())
+        before.restore(drawn_from)
+        self._effects.drawn_from = drawn_from | (self._effects.drawn_from or frozenset())
+        return self._effects.drawn_from
 
     def _state(self, indices: list[Any]) -> DatasetState:
         return DatasetState(self.dataset, self._variables, indices)
 
-    def _seeded_sample(self, seed: int, number: int, index: Any) -> Any:
-        _seed_stream(seed, number)
-        return self._samples([index])[0]
-
-    def _samples(self, indices: Iterable[Any]) -> list[Any]:
+    def _samples(
+        self,
+        indices: Iterable[Any],
+        seed: int = 0,
+        first: int = 0,
+        seeded: frozenset[str] = frozenset(),
+    ) -> list[Any]:
+        """Load these samples; for each these generators are seeded before, with a function of the
+        seed and of its number, which counts from `first`."""
         samples, dataset, index = [], self.dataset, None
         try:
-            for index in indices:
+            for number, index in enumerate(indices, first):
+                if seeded:
+                    seed_all(derive_seed(seed, number), seeded)
                 samples.append(dataset[index])
         except Exception as error:
             error.add_note(f"This was sample {index!r} of {type(dataset).__name__}.")
@@ -315,16 +333,17 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        draws = bool(self._effects.draws)
-        effect, is_restorable = effects.describe(draws=draws)
+        drawn_from = self._effects.drawn_from or frozenset()
+        effect, is_restorable = effects.describe(draws=bool(drawn_from))
         self._restorable = effects.state if is_restorable else None
-        fields |= {"draws": draws, "effect": effect}
+        fields |= {"drawn_from": drawn_from, "effect": effect}
         return LoadedRows(len(samples), seconds, prints=effects.prints, **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
         with _restoring_generators():
             try:
-                return _checksum(self._seeded_sample(seed, number, index))
+                seeded = GENERATORS if in_main_thread() else frozenset()
+                return _checksum(self._samples([index], seed, number, seeded)[0])
             except BaseException as error:  # the data set's, raised by the sample's rank
                 if is_from_signal(error):
                     raise
@@ -356,12 +375,6 @@ def _restoring_generators() -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-def _seed_stream(*parts: object) -> None:
-    """Seed the global generators, unless another thread of the script's may use them."""
-    if in_main_thread():
-        seed_all(derive_seed(*parts))
 
 
 def init_worker(init: Callable[[int], None] | None, worker: int) -> None:

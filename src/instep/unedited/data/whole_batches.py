@@ -122,7 +122,7 @@ class WholeBatchIterator:
             dataset = self._dataset
             if self._loader.num_workers:
                 dataset = RowDataset(copy.copy(self._loader.dataset), self._loader.collate_fn)
-            dataset.load_rest(plan, draws=batch.draws)
+            dataset.load_rest(plan, batch.drawn_from)
         if batch.samples is not None:
             return LoadedSamples(batch.samples)
         return pin(self._loader, batch.collated)
@@ -142,7 +142,7 @@ class WholeBatchIterator:
                 "its own. Every rank gets the same batches, but not those of one process; with "
                 "--load whole every rank loads everything.",
             )
-        elif batch.draws:
+        elif batch.drawn_from:
             announce_draws(self._loader.dataset)
         effect = batch.effect or ("prints" if batch.prints and self._policy.has_printed else "")
         self._policy.has_printed |= batch.prints
