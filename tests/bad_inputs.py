@@ -61,7 +61,7 @@ def _variable(name: str, value: str, said: str) -> Case:
 
 CASES = (
     _variable("INSTEP_DEVICE", "foo", "INSTEP_DEVICE takes auto or cpu, not 'foo'"),
-    _variable("INSTEP_LOAD", "foo", "INSTEP_LOAD takes own or whole, not 'foo'"),
+    _variable("INSTEP_LOAD", "foo", "INSTEP_LOAD takes auto, own or whole, not 'foo'"),
     _variable("INSTEP_WATCH", "maybe", "INSTEP_WATCH takes on or off, not 'maybe'"),
     _variable("INSTEP_BACKEND", "mpi", "INSTEP_BACKEND takes auto, gloo or shm, not 'mpi'"),
     _variable("INSTEP_BUCKET_MIB", "-1", "INSTEP_BUCKET_MIB takes a whole number from 0"),

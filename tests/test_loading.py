@@ -1,5 +1,6 @@
 """Each rank loads its own rows of a batch, and every loop gets the batch of plain Python."""
 
+import cProfile
 import io
 import os
 import pickle
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections import deque, namedtuple
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import islice, product
 
@@ -45,6 +46,7 @@ from instep.unedited.data.known_datasets import known_dataset
 from instep.unedited.data.loader_patch import LOADER_PATCH
 from instep.unedited.data.loaders import iterate
 from instep.unedited.data.row_loading import RowDataset, RowRequest
+from instep.unedited.data.sample_loading import counting_calls
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from pool import ranks, run
 
@@ -726,6 +728,11 @@ def test_what_loading_lists_and_counts_in_an_array_every_rank_has_in_order():
 @pytest.mark.parametrize("of_library", [False, True])
 @ranks(1, 3)
 def test_what_loading_keeps_in_containers_every_rank_keeps_in_order(of_library):
+    with load_own():
+        check_what_is_kept_in_containers(of_library)
+
+
+def check_what_is_kept_in_containers(of_library):
     kept_by_all.clear()
     with redirect_stderr(io.StringIO()) as said:
         data = (OfLibrary if of_library else Keeping)(19)
@@ -844,24 +851,28 @@ def test_own_rows_pay_when_loading_takes_longer_than_talking():
     assert not is_exchange_faster(seconds=0.32, nbytes=1000, count=1, ranks=2)
 
 
+def next_batches(policy, count):
+    return [policy.next_batch()[:2] for _ in range(count)]
+
+
 def test_a_loader_is_judged_by_its_first_batches_and_tried_again_now_and_then():
     cheap, costly = ExchangePolicy(ranks=2, workers=0), ExchangePolicy(ranks=2, workers=0)
     for policy, seconds in ((cheap, 1e-4), (costly, 0.3)):
-        assert [policy.next_batch() for _ in range(3)] == [
+        assert next_batches(policy, 3) == [
             (True, True),
             (True, True),
             (True, False),
         ]
         for first_is_slow in (1.0, 0.0, 0.0):
             policy.update(32, seconds + first_is_slow, 1000)
-    assert [cheap.next_batch() for _ in range(3)] == [(True, True), (False, False), (False, False)]
-    assert [costly.next_batch() for _ in range(3)] == [(True, True), (True, False), (True, False)]
+    assert next_batches(cheap, 3) == [(True, True), (False, False), (False, False)]
+    assert next_batches(costly, 3) == [(True, True), (True, False), (True, False)]
     cheap.force(exchange=True)
     costly.force(exchange=False)
-    assert [cheap.next_batch() for _ in range(2)] == [(True, False), (True, True)]
-    assert [costly.next_batch() for _ in range(2)] == [(False, False), (False, False)]
+    assert next_batches(cheap, 2) == [(True, False), (True, True)]
+    assert next_batches(costly, 2) == [(False, False), (False, False)]
     alone = ExchangePolicy(ranks=1, workers=0)
-    assert [alone.next_batch() for _ in range(4)] == [(False, False)] * 4
+    assert next_batches(alone, 4) == [(False, False)] * 4
 
 
 class Lines(IterableDataset):
@@ -888,6 +899,108 @@ def test_what_has_no_rows_is_loaded_as_plain_python_does():
             fresh()
             results.append((list(way(DataLoader(data, **{"batch_size": 5, **more}))), streams()))
         assert same(*results), data
+
+
+@contextmanager
+def load_own():
+    """Inside, small samples are loaded as others are."""
+    os.environ["INSTEP_LOAD"] = "own"
+    try:
+        yield
+    finally:
+        del os.environ["INSTEP_LOAD"]
+
+
+class Sized(Noisy):
+    """Of samples with more bytes than a small one has."""
+
+    def __getitem__(self, index):
+        return torch.zeros(5000) + super().__getitem__(index)[1]
+
+
+class Calling(Noisy):
+    """Of samples that call more functions than a small one does."""
+
+    def __getitem__(self, index):
+        return sum(len("a") for _ in range(33)) + super().__getitem__(index)
+
+
+class Reading(Noisy):
+    """Of samples from a file."""
+
+    def __getitem__(self, index):
+        with open(os.devnull) as file:
+            return len(file.read()) + super().__getitem__(index)
+
+
+class DrawingInOne(Noisy):
+    """Draws in one sample of a batch only."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index % 5 == 4 else torch.zeros(5)
+
+
+class DrawingLate(Noisy):
+    """Draws from the second batch on."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index > 5 else torch.zeros(5)
+
+
+@ranks(1, 2, 3)
+def test_small_samples_that_draw_are_those_of_plain_python():
+    for kind, is_plain in (
+        *((Noisy, True), (DrawingInOne, True), (DrawingLate, True)),
+        *((Sized, False), (Calling, False), (Reading, False)),
+    ):
+        results = []
+        for way in (iter, batches):
+            fresh()
+            loader = DataLoader(kind(), 5)
+            results.append(([list(way(loader)) for _ in range(2)], streams()))
+        assert same(*results) == is_plain, kind
+
+
+def test_a_profiler_is_in_use_after_calls_were_counted():
+    def note(frame, event, argument):
+        pass
+
+    sys.setprofile(note)
+    try:
+        assert counting_calls(len, "four") == (4, len(["len", "setprofile"]))
+        assert sys.getprofile() is note
+    finally:
+        sys.setprofile(None)
+    with cProfile.Profile() as profile:
+        counting_calls(len, "four")
+        streams()
+    assert any("streams" in str(entry.code) for entry in profile.getstats())
+
+
+@ranks(1, 2, 3)
+def test_by_option_small_samples_have_streams_of_their_own():
+    results = []
+    with load_own():
+        for way in (iter, batches):
+            fresh()
+            results.append(list(way(DataLoader(Noisy(), 5))))
+    assert not same(*results)
+
+
+class DifferingLater(Noisy):
+    """Loads other samples on each rank, from the third batch on."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + instep.rank * (index >= 10)
+
+
+@ranks(3)
+def test_small_samples_that_depend_on_the_rank_are_exchanged():
+    with redirect_stderr(io.StringIO()) as said:
+        loaded = list(batches(DataLoader(DifferingLater(50), 5)))
+    assert ("its samples depend on the rank" in said.getvalue()) == (instep.rank == 0)
+    assert all(same(each, loaded[3:]) for each in instep.all_gather_object(loaded[3:]))
+    assert len(loaded) == 10
 
 
 @ranks(2)

@@ -444,10 +444,10 @@ class Rows:
 
 exchange_policy.is_exchange_faster = lambda *given: False
 next_batch = exchange_policy.ExchangePolicy.next_batch
-def next_checked(policy):
+def next_checked(policy, **options):
     if not workers or is_ahead():
         policy._batches = 3  # this batch is checked, where ranks can compare
-    return next_batch(policy)
+    return next_batch(policy, **options)
 exchange_policy.ExchangePolicy.next_batch = next_checked
 loader = DataLoader(Rows(), batch_size=32, shuffle=True, num_workers=workers)
 def batches():

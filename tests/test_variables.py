@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
     ("name", "value", "said"),
     [
         ("INSTEP_DEVICE", "foo", "INSTEP_DEVICE takes auto or cpu, not 'foo'."),
-        ("INSTEP_LOAD", "foo", "INSTEP_LOAD takes own or whole, not 'foo'."),
+        ("INSTEP_LOAD", "foo", "INSTEP_LOAD takes auto, own or whole, not 'foo'."),
         ("INSTEP_WATCH", "maybe", "INSTEP_WATCH takes on or off, not 'maybe'."),
         ("INSTEP_BACKEND", "mpi", "INSTEP_BACKEND takes auto, gloo or shm, not 'mpi'."),
         ("INSTEP_BUCKET_MIB", "-1", "a whole number from 0 to 1048576, not '-1'."),

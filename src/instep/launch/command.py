@@ -62,8 +62,9 @@ DIR: to the files rank0.out, rank0.err, rank1.out, ... in this folder, also for 
 
 LOAD = """\
 which samples of a batch each rank of an unedited script loads.
-own (the default): its own rows; random augmentation of a sample does not depend on the rank.
-whole: all of them, with the same random numbers as plain Python"""
+own: its own rows; random augmentation of a sample does not depend on the number of ranks.
+whole: all of them, with the same random numbers as plain Python.
+auto (the default): own, but whole where samples draw random numbers and are small"""
 
 RESTARTS = """\
 how often the job is started again after a rank has failed or a host was lost (default: 0). The
@@ -101,7 +102,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="run the script as it is, and divide nothing"
     )
-    parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
+    parser.add_argument("--load", choices=("auto", "own", "whole"), help=LOAD)
     parser.add_argument("--checkpoint", metavar="FOLDER", help=CHECKPOINT)
     parser.add_argument("--bitwise", type=int, metavar="V", help=BITWISE)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)

@@ -119,10 +119,11 @@ CHECKPOINT = Setting(
 )
 LOAD = Setting(
     "INSTEP_LOAD",
-    "own",
-    "In an unedited script, own: each rank loads its rows of every batch; whole: each rank loads "
-    "everything, with the random numbers of plain Python.",
-    choices=("own", "whole"),
+    "auto",
+    "In an unedited script, own: each rank loads its rows of every batch, where that is faster, "
+    "and a sample draws from a random stream of its own; whole: each rank loads everything, with "
+    "the random numbers of plain Python; auto: own, but whole where samples draw and are small.",
+    choices=("auto", "own", "whole"),
 )
 BITWISE = Setting(
     "INSTEP_BITWISE",

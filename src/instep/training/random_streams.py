@@ -179,21 +179,21 @@ class RNGStates:
 
     def equals(self, other: RNGStates) -> bool:
         """Whether nothing was drawn between the two."""
-        return not self.drawn_from(other)
+        return not self.changed_generators(other)
 
     def equals_except_torch(self, other: RNGStates) -> bool:
         """Whether nothing was drawn from numpy's and Python's."""
-        return self.drawn_from(other) <= {"torch"}
+        return self.changed_generators(other) <= {"torch"}
 
-    def drawn_from(self, other: RNGStates) -> frozenset[str]:
+    def changed_generators(self, other: RNGStates) -> frozenset[str]:
         """The names of the generators that something was drawn from between the two."""
-        is_drawn_from = {
+        is_changed = {
             "torch": not torch.equal(self.torch, other.torch),
             "numpy": self.numpy is not other.numpy
             and pickle.dumps(self.numpy) != pickle.dumps(other.numpy),
             "python": self.python is not other.python and self.python != other.python,
         }
-        return frozenset(name for name, is_drawn in is_drawn_from.items() if is_drawn)
+        return frozenset(name for name, is_drawn in is_changed.items() if is_drawn)
 
 
 class SharedRandomStream:

@@ -18,8 +18,8 @@ from instep.process.patching import Patch, PatchHandle, patches
 from instep.process.torch_private.autograd import HOOKED_NODE
 from instep.process.torch_private.loaders import loader_signals
 from instep.process.torch_private.modules import VF
-from instep.unedited.data import worker_failures
 from instep.unedited.data.loader_patch import LOADER_PATCH
+from instep.unedited.data.workers import worker_failures
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
 from instep.unedited.files.layers.layer import Layer

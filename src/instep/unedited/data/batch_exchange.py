@@ -80,9 +80,18 @@ class ExchangedBatch:
         return any(header.rows.prints for header in self.headers)
 
     @property
-    def drawn_from(self) -> frozenset[str]:
+    def generators(self) -> frozenset[str]:
         """The names of the global generators that samples draw from."""
-        return frozenset().union(*(header.rows.drawn_from for header in self.headers))
+        return frozenset().union(*(header.rows.generators for header in self.headers))
+
+    @property
+    def are_small(self) -> bool | None:
+        """Whether samples that draw random numbers are small and loading does nothing else, if any
+        of them draws and it was found out."""
+        known = [header.rows.are_small for header in self.headers]
+        if not any(each is not None for each in known):
+            return None
+        return False not in known and self.is_consistent and not (self.effect or self.prints)
 
     @property
     def is_consistent(self) -> bool:

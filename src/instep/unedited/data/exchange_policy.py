@@ -7,11 +7,26 @@ checked now and then. All ranks decide by what all of them measured, so they dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _MEASURED_BATCHES = 3
 """How many batches are exchanged before the decision: the first ones open files."""
 _SECONDS_PER_EXCHANGE = 1e-3
 _SECONDS_PER_BYTE = 1e-9
+
+
+class BatchLoading(NamedTuple):
+    """How the ranks load a batch."""
+
+    exchanges: bool = False
+    """Whether each rank loads its own rows; otherwise every rank loads all."""
+    checks: bool = False
+    """Whether the ranks compare what they load: where they exchange rows, each also loads one
+    sample of another rank's."""
+    counts: bool = False
+    """Whether it is found out if samples that draw random numbers are small."""
+    as_plain: bool = False
+    """Whether samples draw from the global generators as they are, as in plain Python."""
 
 
 @dataclass
@@ -21,6 +36,9 @@ class ExchangePolicy:
     ranks: int
     workers: int
     """How many processes of a rank load at once; 0: the rank's own."""
+    may_load_as_plain: bool = False
+    """Whether all ranks load everything as plain Python does if it turns out that samples that draw
+    random numbers are small."""
     exchanges: bool = field(init=False)
     """Whether rows are exchanged, as far as it is decided."""
     loads_rest: bool = False
@@ -28,6 +46,7 @@ class ExchangePolicy:
     before it was decided that each loads all."""
     has_printed: bool = False
     """Whether loading has printed in any batch: many do once, as they open files."""
+    _as_plain: bool = False
     _batches: int = 0
     _measured: int = 0
     _forced: bool = False
@@ -37,21 +56,38 @@ class ExchangePolicy:
     def __post_init__(self) -> None:
         self.exchanges = self.ranks > 1
 
-    def next_batch(self) -> tuple[bool, bool]:
-        """For the next batch: whether to exchange rows, and whether to check a sample.
+    def next_batch(self, *, is_shared: bool = True) -> BatchLoading:
+        """How the next batch is loaded. It is checked if it is the 1st, 2nd, 4th, 8th ...
 
-        A check compares a sample that two ranks have loaded, in the 1st, 2nd, 4th, 8th ... batch.
+        is_shared: whether all ranks load it at the same time.
         """
+        counts, as_plain = self.may_load_as_plain, self._as_plain and not self.exchanges
+        if not is_shared:
+            return BatchLoading(counts=counts, as_plain=as_plain)
         self._batches += 1
         checks = self.ranks > 1 and self._batches.bit_count() == 1
+        if as_plain:
+            return BatchLoading(checks=checks, as_plain=True)
         if self._forced and not self.exchanges:
-            return False, False
-        return self.exchanges or checks, checks
+            return BatchLoading(counts=counts)
+        return BatchLoading(exchanges=self.exchanges or checks, checks=checks, counts=counts)
+
+    def update_plain(self, are_small: bool | None) -> bool:
+        """Whether samples are loaded as plain Python loads them, from this batch on: the first of
+        which it was found out whether those that draw are small."""
+        if are_small is None or not self.may_load_as_plain:
+            return False
+        self.may_load_as_plain = False
+        if are_small:
+            self.force(exchange=False)
+            self._as_plain = True
+        return are_small
 
     def force(self, *, exchange: bool, loads_rest: bool = False) -> None:
         """Decide for good: samples cannot be sent, or depend on the rank that loads them, or
         loading them changes something else."""
         self.exchanges, self._forced, self.loads_rest = exchange, True, loads_rest
+        self.may_load_as_plain = False
 
     @property
     def has_gained(self) -> bool:
@@ -60,8 +96,7 @@ class ExchangePolicy:
 
     def set_single_rank(self) -> None:
         """From now on there is one rank."""
-        self.ranks = 1
-        self.force(exchange=False)
+        self.ranks, self.exchanges, self._forced, self.loads_rest = 1, False, True, False
 
     def update(self, count: int, seconds: float, nbytes: int) -> None:
         """Learn that a batch of `count` samples took the ranks `seconds` in all to load."""

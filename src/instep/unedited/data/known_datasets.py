@@ -14,7 +14,7 @@ from instep.process import print_line
 from instep.process.process_value import ProcessValue
 from instep.unedited.data.dataset_state import Variable
 from instep.unedited.data.exchange_policy import ExchangePolicy
-from instep.unedited.data.row_loading import SampleEffects
+from instep.unedited.data.sample_loading import SampleEffects
 from instep.unedited.data.workers.worker_batches import WorkerLoading
 
 

@@ -38,9 +38,10 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
 
     If the samples of a batch can be loaded one by one, each rank loads its own rows and the ranks
     exchange them; if that takes longer than loading all of them, or there is one rank, each loads
-    all. In both cases each sample draws from a random stream of its own. Of any other data set each
-    rank loads the batches as plain Python loads them: see `_can_load_rows`. Where there are workers
-    and the ranks wait for them, each worker loads on one rank for all.
+    all. In both cases each sample draws from a random stream of its own, unless samples are small:
+    see `sample_loading`. Of any other data set each rank loads the batches as plain Python loads
+    them: see `_can_load_rows`. Where there are workers and the ranks wait for them, each worker
+    loads on one rank for all.
 
     Args:
         original: torch's own method.
@@ -50,8 +51,10 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     if not _can_load_rows(loader):
         return _batches_of_workers(original, loader)
     transport = get_transport()
+    workers = loader.num_workers
     policy = known_dataset(loader).policies.setdefault(
-        (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
+        (workers, loader.batch_size),
+        ExchangePolicy(transport.size, workers, not workers and str(settings.LOAD) == "auto"),
     )
     row_dataset = _row_dataset(loader)
     row_loader = copy.copy(loader)
@@ -74,8 +77,8 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
 
 def _row_dataset(loader: DataLoader[Any]) -> RowDataset:
     known = known_dataset(loader)
-    if known.effects.drawn_from:  # in another pass, as an evaluation, it may draw nothing
-        known.effects.drawn_from = None
+    if known.effects.generators:  # in another pass, as an evaluation, it may draw nothing
+        known.effects.generators = None
     return RowDataset(loader.dataset, loader.collate_fn, known.variables, known.effects)
 
 

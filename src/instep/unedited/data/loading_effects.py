@@ -58,9 +58,10 @@ class LoadingEffects:
 
 
 @contextmanager
-def buffered_prints() -> Iterator[Callable[[], None]]:
+def buffered_prints() -> Iterator[Callable[[], bool]]:
     """Inside, what this thread prints is held back, until the function that is given is called, a
-    stream is flushed (by a debugger that asks for a command, say) or an exception is raised."""
+    stream is flushed (by a debugger that asks for a command, say) or an exception is raised. The
+    function returns whether anything was held back."""
     held: list[tuple[Function, Any]] = []
     thread = get_ident()
 
@@ -70,11 +71,12 @@ def buffered_prints() -> Iterator[Callable[[], None]]:
             held.append((write, text))
         return is_held
 
-    def release() -> None:
+    def release() -> bool:
         texts = held[:]
         held.clear()
         for write, text in texts:
             write(text)
+        return bool(texts)
 
     def flushing(flush: Function) -> Function:
         def flush_all() -> None:

@@ -27,9 +27,10 @@ from instep.process.failures.tracebacks import OwnFrames
 from instep.training.blocks import Block
 from instep.training.random_streams import GENERATORS, RNGStates, derive_seed, seed_all
 from instep.unedited.data.dataset_state import DatasetState, Variable
-from instep.unedited.data.exchange_policy import ExchangePolicy
-from instep.unedited.data.loading_effects import LoadingEffects, buffered_prints
+from instep.unedited.data.exchange_policy import BatchLoading, ExchangePolicy
+from instep.unedited.data.loading_effects import LoadingEffects
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
+from instep.unedited.data.sample_loading import SampleEffects, SampleLoader
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
 
 # ------------------------------------------------------------------------------- requests
@@ -47,6 +48,10 @@ class RowRequest:
     """Whether these are all samples of the batch, so that no rank sends any."""
     check: tuple[int, Any] | None = None
     """A sample of another rank's, by number and index: is it the same if this rank loads it?"""
+    counts: bool = False
+    """Whether it is found out if those that draw random numbers are small."""
+    as_plain: bool = False
+    """Whether they draw from the global generators as these are."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,33 @@ class LoadPlan:
     first: int
     indices: list[Any]
     block: Block
-    exchanges: bool
-    """Whether each rank loads its own rows; otherwise every rank loads all."""
-    checks: bool
-    """Whether each rank also loads one sample of another rank's."""
+    loading: BatchLoading
 
     def request(self) -> RowRequest:
         """What this rank loads."""
-        if not self.exchanges:
+        if not self.loading.exchanges:
             return self.whole_request()
         rows = self.indices[self.block.start : self.block.stop]
-        check = self._check() if self.checks else None
-        return RowRequest(self.seed, self.first + self.block.start, rows, check, is_whole=False)
+        check = self._check() if self.loading.checks else None
+        return RowRequest(
+            self.seed,
+            self.first + self.block.start,
+            rows,
+            check,
+            is_whole=False,
+            counts=self.loading.counts,
+        )
 
     def whole_request(self) -> RowRequest:
         """All rows of the batch."""
-        return RowRequest(self.seed, self.first, self.indices, is_whole=True)
+        return RowRequest(
+            self.seed,
+            self.first,
+            self.indices,
+            is_whole=True,
+            counts=self.loading.counts,
+            as_plain=self.loading.as_plain,
+        )
 
     def checksum(self) -> int:
         """Equal on ranks that plan the same samples; 0 if the indices have no stable text."""
@@ -126,8 +142,8 @@ class RowBatchSampler:
             # A rank that makes steps alone loads whole batches; the others then do the same. A
             # thread may ask for more or fewer batches until these steps end.
             is_shared = transport.size > 1 and not (is_alone and not in_main_thread())
-            exchanges = self._policy.next_batch() if is_shared else (False, False)
-            plan = LoadPlan(seed, self._samples, indices, block, *exchanges)
+            loading = self._policy.next_batch(is_shared=is_shared)
+            plan = LoadPlan(seed, self._samples, indices, block, loading)
             self._samples += len(indices)
             self.planned.append(plan)
             yield plan.request()
@@ -141,6 +157,12 @@ class LoadedSamples:
     """The samples of a whole batch, loaded in this process and not collated yet."""
 
     samples: list[Any]
+    are_small: bool | None = None
+    """Whether those that draw random numbers are small, if any does and it was found out."""
+
+    def checksum(self) -> bytes | None:
+        """Equal for equal samples; None if they cannot be packed."""
+        return _checksum(self.samples)
 
 
 @dataclass(frozen=True)
@@ -162,22 +184,14 @@ class LoadedRows:
     """Of the first sample, in a batch that is checked."""
     other_checksum: bytes | None = None
     """Of the first sample of the next rank, as loaded here."""
-    drawn_from: frozenset[str] = frozenset()
+    generators: frozenset[str] = frozenset()
     """The names of the global generators that samples have drawn from so far."""
     effect: str = ""
     """What loading changes beside the samples, as a predicate."""
     prints: bool = False
     """Whether loading has printed anything, which only rank 0 shows."""
-
-
-@dataclass
-class SampleEffects:
-    """What loading samples of a data set does beside loading, as far as is known."""
-
-    drawn_from: frozenset[str] | None = None
-    """The names of the global generators that they draw from; None: not known yet."""
-    changes: bool = True
-    """Whether they change what the data set holds."""
+    are_small: bool | None = None
+    """As that of LoadedSamples."""
 
 
 class RowDataset(Dataset[Any]):
@@ -192,32 +206,31 @@ class RowDataset(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._variables = variables
+        self._loader = SampleLoader(dataset, variables, effects or SampleEffects())
         self._restorable: DatasetState | None = None
         """What the data set held before the latest rows, if all that they have changed can be
         taken back."""
-        self._effects = effects or SampleEffects()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is spawned: without the script's variables, of which it has others."""
-        return vars(self) | {"_variables": (), "_restorable": None}
+        """For a worker that is spawned."""
+        return vars(self) | {"_restorable": None}
 
     def __getitems__(self, request: RowRequest) -> Any:
         with OwnFrames(), rank_local():
             if not request.is_whole:
                 return self._load_rows(request)
-            samples = self._load(request)
+            samples, are_small = self._load(request)
         if get_worker_info() is None:
-            return LoadedSamples(samples)
+            return LoadedSamples(samples, are_small)
         return self.collate(samples, request)
 
-    def load_rest(self, plan: LoadPlan, drawn_from: frozenset[str]) -> None:
+    def load_rest(self, plan: LoadPlan, generators: frozenset[str]) -> None:
         """Load the rows of a batch that `plan.request()` leaves to other ranks, for what loading
         them changes and prints here; they draw from these generators.
 
         The rows of rank 0 are the first. Another rank takes back what its own have changed, if it
         can, and loads all in their order, which a list shows."""
-        own, self._effects.drawn_from = plan.request(), drawn_from
+        own, self._loader.effects.generators = plan.request(), generators
         loaded = {*range(own.first, own.first + len(own.indices))}
         loaded |= set() if own.check is None else {own.check[0]}
         if self._restorable is not None and plan.block.rank > 0:
@@ -229,7 +242,7 @@ class RowDataset(Dataset[Any]):
                     self._load(RowRequest(plan.seed, number, [index], is_whole=True))
 
     def load_again(self, plan: LoadPlan) -> Any:
-        """Load all rows of a batch of which this rank has loaded its own, which cannot be sent."""
+        """Load all rows of a batch of which this rank has loaded its own, or all in another way."""
         if self._restorable is not None:
             self._restorable.restore()
         return self.__getitems__(plan.whole_request())
@@ -241,87 +254,22 @@ class RowDataset(Dataset[Any]):
                 seed_all(derive_seed(request.seed, request.first, "collate"))
             return self._collate(samples)
 
-    def _load(self, request: RowRequest) -> list[Any]:
-        """Seeding takes longer than many a sample, so only those generators are seeded that samples
-        have drawn from so far.
-
-        Samples that have drawn nothing are loaded as plain Python loads them by a rank that works
-        alone.
-        """
-        is_as_plain = self._effects.drawn_from == frozenset() and get_transport().size == 1
-        if is_as_plain or not in_main_thread():
-            return self._samples(request.indices)
-        first = 1 if self._effects.drawn_from is None else 0  # most often one sample shows it
-        samples: list[Any] = []
-        for indices in filter(None, (request.indices[:first], request.indices[first:])):
-            loaded = None
-            while loaded is None:
-                loaded = self._try_to_load(indices, request.seed, request.first + len(samples))
-            samples += loaded
-        return samples
-
-    def _try_to_load(self, indices: list[Any], seed: int, first: int) -> list[Any] | None:
-        """Load these samples, of which `first` is the number of the first. None if any draws from a
-        generator that none has drawn from so far; then that is known, and all else as it was."""
-        seeded = self._effects.drawn_from or frozenset()
-        before = RNGStates.capture()
-        state = self._state(indices) if self._effects.changes else None
-        with buffered_prints() as release:
-            try:
-                samples = self._samples(indices, seed, first, seeded)
-            except BaseException as error:  # of the script's data set
-                if self._restore_generators(before) == seeded or is_from_signal(error):
-                    raise
-                samples = []
-            else:
-                self._restore_generators(before)
-            if (self._effects.drawn_from or frozenset()) > seeded:
-                if state is not None:
-                    state.restore()
-                return None
-            release()
-        if state is not None:
-            self._effects.changes = bool(state.find_change(draws=bool(seeded))[0])
-        return samples
-
-    def _restore_generators(self, before: RNGStates) -> frozenset[str]:
-        """Learn from which generators samples have drawn since, and restore these; returns all
-        that they have drawn from so far."""
-        drawn_from = before.drawn_from(RNGStates.capture())
-        before.restore(drawn_from)
-        self._effects.drawn_from = drawn_from | (self._effects.drawn_from or frozenset())
-        return self._effects.drawn_from
-
-    def _state(self, indices: list[Any]) -> DatasetState:
-        return DatasetState(self.dataset, self._variables, indices)
-
-    def _samples(
-        self,
-        indices: Iterable[Any],
-        seed: int = 0,
-        first: int = 0,
-        seeded: frozenset[str] = frozenset(),
-    ) -> list[Any]:
-        """Load these samples; for each these generators are seeded before, with a function of the
-        seed and of its number, which counts from `first`."""
-        samples, dataset, index = [], self.dataset, None
-        try:
-            for number, index in enumerate(indices, first):
-                if seeded:
-                    seed_all(derive_seed(seed, number), seeded)
-                samples.append(dataset[index])
-        except Exception as error:
-            error.add_note(f"This was sample {index!r} of {type(dataset).__name__}.")
-            raise
-        return samples
+    def _load(self, request: RowRequest) -> tuple[list[Any], bool | None]:
+        """These samples, and whether those that draw are small: see LoadedSamples."""
+        if request.as_plain or not in_main_thread():
+            return self._loader.load_as_plain(request.indices), None
+        return self._loader.load(
+            request.indices, request.seed, request.first, counts=request.counts
+        )
 
     def _load_rows(self, request: RowRequest) -> LoadedRows:
         checked = [] if request.check is None else [request.check[1]]
         is_here = get_worker_info() is None
-        effects = LoadingEffects(self._state([*request.indices, *checked]) if is_here else None)
+        state = self._loader.state([*request.indices, *checked]) if is_here else None
+        effects = LoadingEffects(state)
         start = perf_counter()
         with effects.watching_prints():
-            samples = self._load(request)
+            samples, are_small = self._load(request)
         seconds = perf_counter() - start
         schema = common_schema(samples) if self._collate is default_collate else None
         fields: dict[str, Any]
@@ -333,17 +281,17 @@ class RowDataset(Dataset[Any]):
         if request.check is not None:
             fields["first_checksum"] = _checksum(samples[0]) if samples else None
             fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
-        drawn_from = self._effects.drawn_from or frozenset()
-        effect, is_restorable = effects.describe(draws=bool(drawn_from))
+        generators = self._loader.effects.generators or frozenset()
+        effect, is_restorable = effects.describe(draws=bool(generators))
         self._restorable = effects.state if is_restorable else None
-        fields |= {"drawn_from": drawn_from, "effect": effect}
+        fields |= {"generators": generators, "effect": effect, "are_small": are_small}
         return LoadedRows(len(samples), seconds, prints=effects.prints, **fields)
 
     def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
         with _restoring_generators():
             try:
                 seeded = GENERATORS if in_main_thread() else frozenset()
-                return _checksum(self._samples([index], seed, number, seeded)[0])
+                return _checksum(self._loader.load_one(index, seed, number, seeded))
             except BaseException as error:  # the data set's, raised by the sample's rank
                 if is_from_signal(error):
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,13 @@ from instep.process import in_main_thread
 from instep.process.failures.tracebacks import drop_own_frames
 from instep.process.patching import Function
 from instep.process.torch_private.loaders import pin_memory
-from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import (
     ExchangedBatch,
     ExchangeTransport,
     exchange_rows,
     finish_exchange,
 )
-from instep.unedited.data.exchange_policy import ExchangePolicy
+from instep.unedited.data.exchange_policy import BatchLoading, ExchangePolicy
 from instep.unedited.data.known_datasets import announce_draws, warn_of
 from instep.unedited.data.row_loading import (
     LoadedRows,
@@ -33,6 +33,7 @@ from instep.unedited.data.row_loading import (
     RowBatchSampler,
     RowDataset,
 )
+from instep.unedited.data.workers import worker_failures
 from instep.unedited.data.workers.worker_batches import raise_or_return
 
 
@@ -73,7 +74,9 @@ class WholeBatchIterator:
     def needs_all_ranks(self) -> bool:
         """Whether other ranks have rows of the next batches, or may be asked for some by a thread
         of the script's meanwhile."""
-        is_shared = self._policy.exchanges or any(p.exchanges for p in self._row_sampler.planned)
+        is_shared = self._policy.exchanges or any(
+            p.loading.exchanges for p in self._row_sampler.planned
+        )
         return not self._is_over and (is_shared or self._is_in_thread)
 
     def __next__(self) -> Any:
@@ -83,11 +86,16 @@ class WholeBatchIterator:
         """The next batch, or what was raised in place of it."""
         batch = self._load()
         plan = self._row_sampler.planned.popleft()
-        if plan.exchanges:
+        if plan.loading.exchanges:
             batch = self._exchange(batch, plan)
-        elif isinstance(batch, BaseException):
-            worker_failures.check_is_known(batch, self._batches)
+        else:
+            if plan.loading.checks:
+                batch = self._check(batch)
+            if isinstance(batch, BaseException):
+                worker_failures.check_is_known(batch, self._batches)
         if isinstance(batch, LoadedSamples):
+            if self._policy.update_plain(batch.are_small):
+                batch = self._load_as_plain(plan)
             batch = pin(self._loader, self._collate(batch.samples, plan))
         return batch
 
@@ -114,6 +122,8 @@ class WholeBatchIterator:
         batch = exchange_rows(rows, plan, self._transport)
         if batch.error is not None:
             return batch.error
+        if self._policy.update_plain(batch.are_small):
+            return self._load_as_plain(plan)
         self._update_policy(batch, plan)
         if batch.cannot_pack:
             return self._dataset.load_again(plan)
@@ -122,10 +132,33 @@ class WholeBatchIterator:
             dataset = self._dataset
             if self._loader.num_workers:
                 dataset = RowDataset(copy.copy(self._loader.dataset), self._loader.collate_fn)
-            dataset.load_rest(plan, batch.drawn_from)
+            dataset.load_rest(plan, batch.generators)
         if batch.samples is not None:
             return LoadedSamples(batch.samples)
         return pin(self._loader, batch.collated)
+
+    def _load_as_plain(self, plan: LoadPlan) -> Any:
+        """All samples of the batch, loaded again as plain Python loads them."""
+        return self._dataset.load_again(replace(plan, loading=BatchLoading(as_plain=True)))
+
+    def _check(self, batch: LoadedSamples | BaseException) -> Any:
+        """The batch that every rank has loaded; rank 0's, and a warning, if they are not the same:
+        from the next one on they are exchanged. Collective."""
+        checksum = batch.checksum() if isinstance(batch, LoadedSamples) else None
+        checksums = {*self._transport.all_gather_object(checksum)}
+        if len(checksums) == 1 or None in checksums:
+            return batch
+        self._exchange_from_now_on()
+        return self._transport.broadcast_object(batch, 0)
+
+    def _exchange_from_now_on(self) -> None:
+        self._policy.force(exchange=True)
+        warn_of(
+            self._loader,
+            "its samples depend on the rank that loads them, by a state or a random source of "
+            "its own. Every rank gets the same batches, but not those of one process; with "
+            "--load whole every rank loads everything.",
+        )
 
     def _collate(self, samples: list[Any], plan: LoadPlan) -> Any:
         original: Function = self._loader.collate_fn  # so called, tracebacks are plain Python's
@@ -135,14 +168,8 @@ class WholeBatchIterator:
 
     def _update_policy(self, batch: ExchangedBatch, plan: LoadPlan) -> None:
         if not batch.is_consistent:
-            self._policy.force(exchange=True)
-            warn_of(
-                self._loader,
-                "its samples depend on the rank that loads them, by a state or a random source of "
-                "its own. Every rank gets the same batches, but not those of one process; with "
-                "--load whole every rank loads everything.",
-            )
-        elif batch.drawn_from:
+            self._exchange_from_now_on()
+        elif batch.generators:
             announce_draws(self._loader.dataset)
         effect = batch.effect or ("prints" if batch.prints and self._policy.has_printed else "")
         self._policy.has_printed |= batch.prints

@@ -20,10 +20,10 @@ from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import in_main_thread
 from instep.process.failures.tracebacks import drop_own_frames
-from instep.unedited.data import worker_failures
 from instep.unedited.data.batch_exchange import ExchangeTransport
 from instep.unedited.data.exchange_policy import is_sending_faster
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack, unpack
+from instep.unedited.data.workers import worker_failures
 from instep.unedited.data.workers.worker_datasets import WorkerBatch, WorkerDivision
 from instep.unedited.errors import LoadingError
 
