@@ -62,6 +62,8 @@ _worlds_of_one: list[World] = []
 """Those of `world_of_one` that this process is in now, the innermost last."""
 _joined = ProcessValue[World | None](None)
 """The world that `init` has joined: the launcher's variables need not be there any more."""
+_is_alone = ProcessValue(False)
+"""Whether `init` has found a world of one."""
 _watched = ProcessValue[weakref.ref[dist.ProcessGroup] | None](None)
 """The last process group in which this rank is watched."""
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
@@ -160,6 +162,7 @@ def _init(
     settings.check_variables()
     world = _requested_world(rank, world_size)
     if world.size == 1:
+        _is_alone.value = True
         return world
     timeout = timeout or settings.timeout()
     check_file_size()
@@ -231,7 +234,8 @@ def _export_interface(name: str | None) -> None:
 def ensure_init() -> None:
     """Call `init` unless there is a process group; let a group that the script made be watched."""
     if dist.group.WORLD is None:  # dist.is_initialized looks for who asks
-        init()
+        if not (_is_alone.value and launchers.detect().size == 1):
+            init()
     else:
         watch_group()
 

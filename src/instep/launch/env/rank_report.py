@@ -76,7 +76,7 @@ def describe_job() -> Facts:
 def _launcher_variables() -> dict[str, str]:
     """The variables by which the launcher was recognised."""
     for row in launchers.LAUNCHERS:
-        if row.matches(os.environ):
+        if row.matches({*os.environ}):
             names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)
             return {name: os.environ[name] for name in names if name and name in os.environ}
     return {}
