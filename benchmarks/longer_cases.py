@@ -16,18 +16,22 @@ episode is as long as its actions are good."""
 
 _LENGTH = re.compile(
     r"(?:for (?:step|epoch|update|episode) in range\("
-    r"|\b(?:max_|num_train_)?epochs=|max_steps=)(\d+)"
+    r"|\b(?:max_|num_train_)?epochs=|max_steps=|\"--epochs\", type=int, default=)(\d+)"
 )
 _OTHERS = {
+    "char_transformer": r"max_iters = (\d+)",
+    "dcgan": r"epochs = .*(\d+)\n",
     "diffusers_unet": r"repeat\((2),",
     "fastai_tabular": r"fit_one_cycle\((\d+)",
     "peft_lora": r"text = .*\((192),",
     "pytorch_examples_language_model": r"(?:arange\(20 \*|range\(0,) (\d+)",
     "pytorch_optimizer_sam": r"\b(640)\b",
     "sb3_ppo": r"learn\((\d+)",
+    "time_series": r"for i in range\((\d+)",
     "transformers_checkpointing": r"text = .*\((128),",
     "transformers_gpt2_loop": r"text = .*\((320),",
     "transformers_llama_generate": r"16 \* (24)",
+    "wgan_gp": r"n_epochs, batch_size = 12, 3, 10, (\d+)",
 }
 """Where the number of steps comes from the number of rows, or from another argument."""
 

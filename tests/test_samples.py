@@ -433,11 +433,14 @@ def test_three_batches_are_timed_and_the_best_counts():
             policy.update(10, taken, 100)
     assert slow.exchanges
     assert not quick.exchanges
-    assert [quick.next_batch()[:2] for _ in range(3)] == [
-        (True, True),
-        (True, True),
-        (False, False),
-    ]
+    assert [quick.next_batch().exchanges for _ in range(3)] == [True, True, False]
+    slow.update(10, 0.1, 100)
+    found = []
+    for taken in (1e-4, 9.0, 9.0, 9.0):  # from the 5th to the 8th, where it is decided again
+        found.append(slow.exchanges)
+        slow.update(10, taken, 100)
+    assert found == [True] * 4
+    assert not slow.exchanges
 
 
 def test_the_largest_batch_and_the_workers_count():

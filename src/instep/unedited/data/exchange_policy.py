@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _MEASURED_BATCHES = 3
-"""How many batches are exchanged before the decision: the first ones open files."""
+"""How many batches are exchanged before it is decided: the first ones open files."""
 _SECONDS_PER_EXCHANGE = 1e-3
 _SECONDS_PER_BYTE = 1e-9
 
@@ -40,7 +40,8 @@ class ExchangePolicy:
     """Whether all ranks load everything as plain Python does if it turns out that samples that draw
     random numbers are small."""
     exchanges: bool = field(init=False)
-    """Whether rows are exchanged, as far as it is decided."""
+    """Whether rows are exchanged, as far as it is decided: after the 3rd batch that was exchanged,
+    and again after the 4th, 8th, 16th ..., since the first ones take longer to load."""
     loads_rest: bool = False
     """Whether each rank also loads the rows that others have loaded, in batches that were requested
     before it was decided that each loads all."""
@@ -105,7 +106,8 @@ class ExchangePolicy:
         self._measured += 1
         self._seconds = min(self._seconds, seconds / count)
         self._bytes = max(self._bytes, nbytes / count)
-        if self._measured == _MEASURED_BATCHES and not self._forced:
+        is_again = self._measured > _MEASURED_BATCHES and self._measured.bit_count() == 1
+        if (self._measured == _MEASURED_BATCHES or is_again) and not self._forced:
             loading = self._seconds * count / max(1, self.workers)
             nbytes = int(self._bytes * count)
             self.exchanges = is_exchange_faster(loading, nbytes, count, self.ranks)
