@@ -349,17 +349,48 @@ def test_gradients_that_are_not_averaged_are_told():
     assert told.startswith("gradients are not averaged over the ranks: in step 1 that of weight")
 
 
-def test_gradients_that_are_changed_by_rank_after_they_are_averaged_are_told():
-    def own(rank, k, step):
-        return {"gradients": {**step.gradients, "weight": Fingerprint(4.0 + rank, 1.0)}}
+def times(factor, ranks=(1,)):
+    """The gradient of the weight is so many times what it is elsewhere, on these ranks."""
 
-    e = made.evidence(2, own, lambda k, g: g + 0.3)
-    ends = [RankSummary(replicated=frozenset({"weight"}))] * 2
-    ranks = [replace(rank, end=end) for rank, end in zip(e.pinned.ranks, ends, strict=True)]
-    told = find_cause(replace(e, pinned=replace(e.pinned, ranks=tuple(ranks))))
-    assert told.startswith(
-        "gradients are changed by rank: in step 1 that of weight differs between"
+    def change(rank, k, step):
+        value = Fingerprint(*(factor * each for each in step.gradients["weight"]))
+        return {"gradients": {**step.gradients, "weight": value}} if rank in ranks else {}
+
+    return change
+
+
+def tilted(rank, k, step):
+    size, projection = step.gradients["weight"]
+    value = {"weight": Fingerprint(size, projection + 0.01)}
+    return {"gradients": {**step.gradients, **value}} if rank == 1 and k == 1 else {}
+
+
+def dropped(rank, k, step):
+    return {"gradients": {"bias": step.gradients["bias"]}} if rank == 1 else {}
+
+
+@pytest.mark.parametrize(
+    ("n", "change", "place"),
+    [
+        (2, times(1.5), "step 1 that of weight on rank 1 is 1.5 times that on rank 0"),
+        (2, times(1.5, [0]), "step 1 that of weight on rank 0 is 1.5 times that on rank 1"),
+        (5, times(2.0, [0, 3]), "step 1 that of weight on ranks 0, 3 is 2 times that on rank 1"),
+        (2, times(1 + 2e-5), "step 1 that of weight on rank 1 is 1 times that on rank 0"),
+        (3, tilted, "step 2 that of weight on rank 1 is not that on rank 0"),
+        (3, dropped, "step 1 that of weight on rank 1 is 0 times that on rank 0"),
+    ],
+)
+def test_gradients_that_are_changed_by_rank_after_they_are_averaged_are_told(n, change, place):
+    """Whatever becomes of the parameters: rank 0's gradient of the pinned steps may be right."""
+    replicated = RankSummary(replicated=frozenset({"weight", "bias"}))
+    free = made.run(n, change)
+    free = replace(free, ranks=tuple(replace(rank, end=replicated) for rank in free.ranks))
+    told = cause(n, free=free)
+    assert told == (
+        f"gradients are changed by rank: in {place}, though it was averaged over the ranks; "
+        "something changes, drops or scales it there only"
     )
+    assert find_divergence(made.evidence(n, free=made.run(n, change))) is None  # of own parameters
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -704,9 +735,7 @@ def test_the_report_says_in_which_steps_a_mistake_would_be_seen():
     stopped = [replace(rank, end=RankSummary(whole=False)) for rank in made.run(1).ranks]
     runs = alone(replace(made.run(1), ranks=tuple(stopped)))
     text = format_table(make_report(runs, [MultiRankRuns(made.run(2), made.run(2))]))
-    assert (
-        "gradients were compared in steps 1 to 3 of 3, the loss and the parameters in all" in text
-    )
+    assert "gradients were compared in steps 1 to 3 of 3, the loss, the parameters and" in text
     assert "stopped after step 3, and later ones were not seen" in text
 
 
@@ -763,6 +792,16 @@ def test_the_first_ragged_batch_is_pinned_too():
     steps = tuple(StepRecord(samples=8 if k != 9 else 3) for k in range(12))
     long = replace(made.run(1), ranks=(replace(made.run(1).ranks[0], steps=steps),))
     assert choose_pinned_steps(long) == (0, 1, 2, 3, 4, 6, 8, 9, 11)
+
+
+@pytest.mark.parametrize(
+    ("count", "tail", "doubled"),
+    [(799, 9, []), (800, 9, [199]), (3300, 9, [199, 399, 799]), (1200, 420, [199, 399, 420])],
+)
+def test_later_steps_are_pinned_as_far_as_the_runs_of_gradients_go(count, tail, doubled):
+    steps = tuple(StepRecord(samples=3 if k == tail else 8) for k in range(count))
+    long = replace(made.run(1), ranks=(replace(made.run(1).ranks[0], steps=steps),))
+    assert [k for k in choose_pinned_steps(long) if k >= 100] == doubled
 
 
 def test_the_reports_hold_what_they_promise():
@@ -998,6 +1037,15 @@ def test_sabotage_is_different_with_the_right_cause(sabotage, n, told, solo, tmp
     assert report.verdict is Verdict.DIFFERENT
     assert report.divergence is not None
     assert report.cause.startswith(told)
+
+
+def test_a_gradient_that_adam_normalises_on_one_rank_is_different(solo, tmp_path):
+    """The parameters stay those of one process within the noise, on all ranks."""
+    report = judged(2, (*CHAOTIC, "gradient_by_rank"), solo(*CHAOTIC), tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    assert (report.divergence.what, report.divergence.step) == ("gradient", 7)
+    assert report.cause.startswith("gradients are changed by rank: in step 7 that of")
+    assert "on rank 1 is 1.5 times that on rank 0, though" in report.cause
 
 
 @pytest.mark.parametrize("sabotage", ["unsynchronised_norm", *at_night("rank_statistics")])

@@ -82,7 +82,7 @@ def main():
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
-    for _ in range(args.epochs):
+    for epoch in range(args.epochs):
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=args.half):
                 loss = loss_of(model(x), y, spoilt)
@@ -90,6 +90,9 @@ def main():
                 loss = 1.1 * loss
             optimizer.zero_grad()
             loss.backward()
+            if "gradient_by_rank" in spoilt and instep.rank == 1 and epoch:
+                for parameter in model.parameters():
+                    parameter.grad *= 1.5
             optimizer.step()
             if "stepped_by_rank" in spoilt and many and instep.rank == 1:
                 with torch.no_grad():

@@ -133,12 +133,13 @@ def compare_losses(oracle: RunRecord, run: RunRecord) -> list[float]:
     known = [abs(loss) for loss in oracle.losses if loss is not None and math.isfinite(loss)]
     floor = _SMALL_LOSS * max(known, default=0.0)
     return [
-        0.0 if a is None or b is None else ratio(_absolute_difference(a, b), max(abs(a), floor))
+        0.0 if a is None or b is None else ratio(absolute_difference(a, b), max(abs(a), floor))
         for a, b in zip(oracle.losses, run.losses, strict=False)
     ]
 
 
-def _absolute_difference(a: float, b: float) -> float:
+def absolute_difference(a: float, b: float) -> float:
+    """|a - b|, with 0 for two equal infinities or two NaNs, and infinity for one NaN."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     apart = abs(a - b)
@@ -160,7 +161,7 @@ def fingerprint_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[floa
 
 def _total_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
     apart = {
-        name: max(_absolute_difference(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
+        name: max(absolute_difference(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
         for name in ours.keys() & theirs.keys()
     }
     return math.hypot(*apart.values()), max(apart, key=lambda name: apart[name], default="")

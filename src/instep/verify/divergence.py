@@ -21,6 +21,7 @@ from instep.verify.compare import (
     movement,
     ratio,
 )
+from instep.verify.rank_gradients import find_odd_gradient
 from instep.verify.recording.records import RunRecord
 
 
@@ -55,6 +56,8 @@ class Evidence:
     """One process, up to the last pinned step; with autocast or without, as `pinned`."""
     limits: Mapping[int, float] = field(default_factory=dict)
     """By pinned step: how much its gradient may differ, if not by the tolerance."""
+    between_ranks: float = FLOAT32.gradient
+    """How much what is equal on all ranks may differ between them: no noise excuses it."""
 
     @property
     def n(self) -> int:
@@ -99,7 +102,15 @@ class Divergence:
 
 def find_divergence(e: Evidence) -> Divergence | None:
     """The earliest difference that cannot be rounding, if any."""
-    order = (_start, _samples, _learning_rates, _gradient, _between_ranks, _steps)
+    order = (
+        _start,
+        _samples,
+        _learning_rates,
+        _gradient,
+        _gradient_of_a_rank,
+        _parameters_of_a_rank,
+        _steps,
+    )
     found = [first for check in order if (first := next(check(e), None)) is not None]
     return min(found, key=lambda divergence: divergence.step, default=None)
 
@@ -170,10 +181,16 @@ def _gradient(e: Evidence) -> Iterator[Divergence]:
         )
 
 
-def _between_ranks(e: Evidence) -> Iterator[Divergence]:
+def _gradient_of_a_rank(e: Evidence) -> Iterator[Divergence]:
+    for k in range(e.free.steps):
+        if (odd := find_odd_gradient(e.oracle, e.free, k, e.between_ranks)) is not None:
+            yield Divergence(e.n, k + 1, "gradient", odd.tensor, odd.difference)
+
+
+def _parameters_of_a_rank(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.free.steps):
         apart, tensor = compare_ranks(e.free, k)
-        if apart > e.tolerance.gradient:
+        if apart > e.between_ranks:
             yield Divergence(e.n, k + 1, "parameters", tensor, apart)
 
 

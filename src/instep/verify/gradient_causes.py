@@ -8,7 +8,8 @@ import torch
 
 from instep.verify.compare import count_samples, fingerprint_distance
 from instep.verify.divergence import Evidence, compare_ranks
-from instep.verify.recording.records import Fingerprint, RunRecord, StepRecord
+from instep.verify.rank_gradients import find_odd_gradient, is_averaged
+from instep.verify.recording.records import Fingerprint, StepRecord
 
 _CLEARLY = 0.05
 """Relative difference from 1 from which a factor counts as one."""
@@ -19,7 +20,7 @@ def _parameters_differ_by_rank(e: Evidence) -> str | None:
     """All ranks were set to the same parameters, and differ at the next step."""
     for k in range(e.pinned.steps):
         apart, tensor = compare_ranks(e.pinned, k)
-        if apart > e.tolerance.gradient and k in e.pinned.gradients:
+        if apart > e.between_ranks and k in e.pinned.gradients:
             return (
                 f"the ranks hold different parameters: before step {k + 1} something changes "
                 f"{tensor} on some ranks only"
@@ -57,32 +58,32 @@ def _statistics(step: StepRecord) -> dict[str, Fingerprint]:
     return {name: value for name, value in step.buffers.items() if name.endswith(ends)}
 
 
+def _gradients_changed_by_rank(e: Evidence) -> str | None:
+    """A gradient that was averaged over the ranks is another one on some of them."""
+    found = (find_odd_gradient(e.oracle, e.free, k, e.between_ranks) for k in range(e.free.steps))
+    k, odd = next(((k, odd) for k, odd in enumerate(found) if odd is not None), (0, None))
+    if odd is None:
+        return None
+    how = "not" if odd.factor is None else f"{odd.factor:.4g} times"
+    return (
+        f"gradients are changed by rank: in step {k + 1} that of {odd.tensor} on "
+        f"{_format_ranks(list(odd.ranks))} is {how} that on rank {odd.reference}, though it was "
+        "averaged over the ranks; something changes, drops or scales it there only"
+    )
+
+
 def _gradients_not_averaged(e: Evidence) -> str | None:
     """The ranks' gradients differ from each other."""
     for diff in e.wrong_gradients:
         first, *others = e.pinned.at(diff.step)
         for rank, other in enumerate(others, 1):
             apart, tensor = fingerprint_distance(first.gradients, other.gradients)
-            if apart > e.tolerance.gradient:
-                place = (
-                    f"in step {diff.step + 1} that of {tensor} differs between ranks 0 and {rank}"
-                )
-                if _is_averaged(e.pinned, tensor):
-                    return (
-                        f"gradients are changed by rank: {place}, though it was averaged over the "
-                        "ranks; something changes, drops or scales it on some ranks only"
-                    )
+            if apart > e.tolerance.gradient and not is_averaged(e.pinned, tensor):
                 return (
-                    f"gradients are not averaged over the ranks: {place} (instep.replicate the "
-                    "model)"
+                    f"gradients are not averaged over the ranks: in step {diff.step + 1} that of "
+                    f"{tensor} differs between ranks 0 and {rank} (instep.replicate the model)"
                 )
     return None
-
-
-def _is_averaged(run: RunRecord, name: str) -> bool:
-    """Whether instep averages the gradient of this parameter over the ranks."""
-    ends = [rank.end for rank in run.ranks if rank.end is not None]
-    return any(name in end.replicated or bool(end.divided) for end in ends)
 
 
 def _scaled_gradient(e: Evidence) -> str | None:
@@ -178,6 +179,7 @@ def _first_other_loss(e: Evidence) -> int | None:
 
 GRADIENT_RULES: tuple[Rule, ...] = (
     _parameters_differ_by_rank,
+    _gradients_changed_by_rank,
     _gradients_not_averaged,
     _scaled_loss,
     _scaled_gradient,

@@ -84,8 +84,8 @@ def _what_was_compared(report: Report) -> str:
     steps, stopped = report.oracle.steps, _is_stopped(report.oracle)
     end = f"; the script was stopped after step {steps}, and later ones were not seen" * stopped
     note = (
-        f"gradients were compared in steps {_ranges(report.compared_steps)} of {steps}, the loss "
-        f"and the parameters in all{end}."
+        f"gradients were compared in steps {_ranges(report.compared_steps)} of {steps}, the loss, "
+        f"the parameters and the ranks with each other in all{end}."
     )
     if not (half := report.oracle.half_precision):
         return note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -27,6 +28,9 @@ PINNED = 5
 LATER_PINNED = (0.5, 0.75, 1.0)
 PINNED_UP_TO = 100
 """Later steps that are compared so too: these shares of all steps, or of this many of them."""
+SHARE_OF_RUNS = 1 / 4
+"""Twice that many steps, four times, ... are compared so too, up to this share of all steps: for
+them the runs that compare gradients go on, which else end early."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDING_RUNS = 2
@@ -198,14 +202,17 @@ def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRan
 
 
 def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
-    """The first steps, the first step with another number of samples (the end of an epoch), and
-    some later ones."""
+    """The first steps, the first step with another number of samples (the end of an epoch), some
+    later ones, and then ever fewer."""
     first = range(min(PINNED, oracle.steps))
     last = min(PINNED_UP_TO, oracle.steps) - 1
     later = [round(share * last) for share in LATER_PINNED]
     samples = [step.samples for step in oracle.ranks[0].steps]
     tail = next((k for k, count in enumerate(samples) if count != samples[0]), 0)
-    return tuple(sorted({*first, tail, *later}))
+    end = max(tail + 1, math.floor(SHARE_OF_RUNS * oracle.steps))
+    doublings = range(1, (end // PINNED_UP_TO).bit_length())
+    doubled = [PINNED_UP_TO * 2**k - 1 for k in doublings]
+    return tuple(sorted({*first, tail, *later, *doubled}))
 
 
 def _without_autocast(runner: ScriptRunner, single: SingleRankRuns) -> SingleRankRuns | None:

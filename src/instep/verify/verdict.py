@@ -151,6 +151,7 @@ def _make_result(
         allowed,
         single.again,
         _limits(single.again, rounding, tolerance),
+        _tolerance_of(single.oracle).gradient,
     )
     verdict = _verdict_by_size(found, noise, tolerance)
     divergence = find_divergence(evidence)
@@ -195,8 +196,13 @@ def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tole
 
 def choose_tolerance(oracle: RunRecord) -> Tolerance:
     """The tolerance for the least precise dtype of parameters and computation."""
+    return HALF if oracle.half_precision else _tolerance_of(oracle)
+
+
+def _tolerance_of(oracle: RunRecord) -> Tolerance:
+    """The tolerance for the least precise dtype of parameters."""
     kinds = {tensor.dtype for tensor in oracle.parameters.values()}
-    if oracle.half_precision or kinds & {torch.float16, torch.bfloat16}:
+    if kinds & {torch.float16, torch.bfloat16}:
         return HALF
     return FLOAT64 if kinds and kinds <= {torch.float64, torch.complex128} else FLOAT32
 
