@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 import instep
 from instep import cli
+from instep.distributed.rendezvous.listening import bind
 from instep.errors import CommandLineError
 from instep.launch import default_ranks
 from instep.launch.job import Job
@@ -152,8 +152,8 @@ def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> 
 )
 def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: str) -> None:
     """Rank 0 listened on the socket of `instep run`, whatever the script said; rank 1 did not."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    held = bind("127.0.0.1")  # until the end, so that nobody else is given it
+    port = held.getsockname()[1]
     script = launch.script(f"""
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="{port}")
         import socket
@@ -171,6 +171,7 @@ def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: st
         dist.destroy_process_group()
     """)
     ended = launch.run_forked("-n", 2, script, environ={"INSTEP_TIMEOUT": "20"})
+    held.close()
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 
