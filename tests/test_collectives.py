@@ -64,6 +64,25 @@ def test_broadcast_gives_every_rank_the_roots_tensor():
 
 
 @ranks(2)
+def test_a_broadcast_is_known_by_the_dtype_it_was_called_with():
+    """The error of a peer that is lost in it names that; Gloo does not know all dtypes."""
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        transport = get_transport()
+        broadcast = transport.broadcast
+        patch.setattr(
+            transport,
+            "broadcast",
+            lambda part, root: (sent.append((part.dtype, part.numel())), broadcast(part, root))[1],
+        )
+        for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.complex64):
+            mine = torch.full((2, 3), instep.rank).to(dtype)
+            assert instep.broadcast(mine, 1).equal(torch.ones(2, 3, dtype=dtype))
+    bytes_of = [(torch.uint8, 12), (torch.uint8, 48)]
+    assert sent == [(torch.float32, 6), (torch.int64, 6), *bytes_of]
+
+
+@ranks(2)
 def test_many_tensors_are_broadcast_in_messages_of_limited_size():
     shapes = [(3,), (2, 5), (), (40,), (1, 1), (4,)]
     dtypes = [torch.float32, torch.float64, torch.float32, torch.float32, torch.bool, torch.float64]
@@ -79,7 +98,7 @@ def test_many_tensors_are_broadcast_in_messages_of_limited_size():
         patch.setattr(
             transport,
             "broadcast",
-            lambda part, root: (sent.append(part.numel()), broadcast(part, root))[1],
+            lambda part, root: (sent.append(part.nbytes), broadcast(part, root))[1],
         )
         collectives.broadcast_coalesced(tensors, root=1)
     assert sent == [16, 80, 160, 32, 1]

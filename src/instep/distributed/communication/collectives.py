@@ -30,7 +30,7 @@ from instep.distributed.communication.reduce_ops import (
     reduce_parts,
     to_reduce_dtype,
 )
-from instep.distributed.communication.tensors import apply, as_bytes, check_reachable
+from instep.distributed.communication.tensors import apply, as_message, check_reachable
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.pending import Pending
 
@@ -246,7 +246,7 @@ class _Broadcast(torch.autograd.Function):
         ctx.root, ctx.transport = root, transport
         copy = tensor.detach().resolve_conj().resolve_neg()
         copy = copy.clone(memory_format=torch.contiguous_format)
-        transport.broadcast(as_bytes(copy), root).wait()
+        transport.broadcast(as_message(copy), root).wait()
         return graph_token(ctx, tensor), copy
 
     @staticmethod
@@ -268,7 +268,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
     transport = get_transport()
     for bucket in _divide_into_messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        transport.broadcast(as_bytes(flat), root).wait()
+        transport.broadcast(as_message(flat), root).wait()
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
 

@@ -11,7 +11,7 @@ from instep.distributed.communication.exchanges import Shape, graph_anchor, need
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.tensors import (
     apply,
-    as_bytes,
+    as_message,
     check_reachable,
 )
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
@@ -73,7 +73,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, transport: Transport, to: int) -> Tensor:
         ctx.shape, ctx.transport, ctx.to = tensor.shape, transport, to
-        transport.send(as_bytes(tensor), to)
+        transport.send(as_message(tensor), to)
         return tensor.new_empty(0)
 
     @staticmethod
@@ -95,7 +95,7 @@ class _Recv(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         (grad,) = grads
         _refuse_second_derivative()
-        ctx.transport.send(as_bytes(grad), ctx.source)
+        ctx.transport.send(as_message(grad), ctx.source)
         return None, None, None, None, None
 
 
@@ -109,5 +109,5 @@ def _refuse_second_derivative() -> None:
 def _recv_tensor(like: Tensor, shape: Shape, transport: Transport, source: int) -> Tensor:
     """Receive a tensor of this shape, with the dtype and device of `like`."""
     tensor = like.new_empty(shape)
-    transport.recv(as_bytes(tensor), source)
+    transport.recv(as_message(tensor), source)
     return tensor

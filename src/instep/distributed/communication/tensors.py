@@ -11,6 +11,14 @@ from torch import Tensor
 from instep.distributed.communication.errors import UnsuitableTensorError, WrongDeviceError
 from instep.distributed.identity import torch_devices
 
+_SENT_BY_ALL = frozenset(
+    {
+        *(torch.float16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+    }
+)
+"""Those that Gloo, NCCL and HCCL know."""
+
 
 def check_reachable(tensor: Tensor) -> None:
     """Raise WrongDeviceError unless this job's ranks can exchange `tensor` on its device.
@@ -44,6 +52,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if flat.numel() < 2:  # an expanded tensor counts as contiguous then, but view fails
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def as_message(tensor: Tensor) -> Tensor:
+    """The elements as a flat tensor: of their dtype, which reports then name, where every backend
+    can send it, else of bytes."""
+    return as_bytes(tensor).view(tensor.dtype if tensor.dtype in _SENT_BY_ALL else torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:
