@@ -261,18 +261,20 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
 
 def sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
     """What the loops run over in which `name += …` stands: `instep.shard(…)`, by its name."""
-    for loop in adding_loops(info, place, name):
+    for _, loop in additions(info, place, name):
         if (source := sharded_loader(info, loop.iter)) is not None:
             yield source
 
 
-def adding_loops(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.For]:
-    """The loops in which `name += …` stands, in the function of this place."""
+def additions(
+    info: ScriptInfo, place: ast.AST, name: str
+) -> Iterator[tuple[ast.AugAssign, ast.For]]:
+    """Each `name += …` in the function of this place, with each loop in which it stands."""
     for changed in info.script.all(ast.AugAssign):
         is_this = info.script.dotted_name(changed.target) == name
         if is_this and info.script.are_in_one_function(changed, place):
             loops = info.script.parent_loops(changed)
-            yield from (loop for loop in loops if isinstance(loop, ast.For))
+            yield from ((changed, loop) for loop in loops if isinstance(loop, ast.For))
 
 
 def sharded_loader(info: ScriptInfo, source: ast.expr) -> ast.expr | None:
@@ -375,7 +377,7 @@ def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
 
 def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> bool:
     """Whether `name += …` stands in a loop over a sharded loader, in the same function."""
-    sources = (info.loop_source(loop) for loop in adding_loops(info, place, name))
+    sources = (info.loop_source(loop) for _, loop in additions(info, place, name))
     loaders = (info.loader_of(source) for source in sources)
     return any(loader is not None and info.sampler_of(loader) is not None for loader in loaders)
 

@@ -145,14 +145,10 @@ def _choices_by_sums(info: ScriptInfo) -> Iterator[tuple[str, ast.If]]:
 
 def _is_sum_of_own_rows(info: ScriptInfo, name: ast.Name) -> bool:
     return any(
-        info.script.dotted_name(changed.target) == name.id
-        and info.script.are_in_one_function(changed, name)
-        and counting.sharded_loader(info, loop.iter) is not None
+        counting.sharded_loader(info, loop.iter) is not None
         and not info.script.is_inside(name, loop)
         and depends_on_rows(info, loop, changed.value, DEPTH)
-        for changed in info.script.all(ast.AugAssign)
-        for loop in info.script.parent_loops(changed)
-        if isinstance(loop, ast.For)
+        for changed, loop in counting.additions(info, name, name.id)
     )
 
 
@@ -380,7 +376,7 @@ def _is_of_own_rows(info: ScriptInfo, node: ast.expr, depth: int) -> bool:
         if info.script.call_name(node) == "compute":
             return False
     if isinstance(node, ast.Name):
-        if any(has_own_rows(info, loop) for loop in counting.adding_loops(info, node, node.id)):
+        if any(has_own_rows(info, loop) for _, loop in counting.additions(info, node, node.id)):
             return True
         bound = info.origins.bindings(node)
         if any(_is_in_loop_of_own_rows(info, each.statement) for each in bound):

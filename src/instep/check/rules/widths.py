@@ -1,4 +1,4 @@
-"""INS311, INS406: rows that are divided by hand, and losses of rows of two widths."""
+"""INS406: losses that compare rows of two widths."""
 
 from __future__ import annotations
 
@@ -139,65 +139,3 @@ def _last_layers(info: ScriptInfo, name: str) -> Iterator[ast.Call]:
             if is_this and is_linear and info.script.is_inside(made, found):
                 assert isinstance(made.value, ast.Call)
                 yield made.value
-
-
-_COMBINED_BY = (
-    "replicate", "DistributedOptimizer", "FullyShardedDataParallel", "FSDP", "fully_shard",
-    "prepare", "initialize",
-)  # fmt: skip
-"""What brings the ranks' gradients together, beside DistributedDataParallel and reductions."""
-
-
-@rule("INS311", Severity.ERROR, "Rows are divided by hand, and each rank trains on its own.")
-def _divided_by_hand(info: ScriptInfo) -> Iterator[Hit]:
-    """`x[rank::world_size]` hands each rank its rows. Nothing brings the gradients of these rows
-    together: from N = 2 on, each rank trains a model of its own on 1/N of the data, and these N
-    models drift apart. `instep.shard` divides the batch, and `instep.replicate` sums the gradients.
-
-    ## Bad
-    ```python
-    import instep
-
-    for x, y in batches:
-        x, y = x[instep.rank :: instep.world_size], y[instep.rank :: instep.world_size]
-        loss_function(model(x), y).backward()
-        optimizer.step()
-    ```
-
-    ## Good
-    ```python
-    import instep
-
-    model = instep.replicate(model)
-    for batch in batches:
-        x, y = instep.shard(batch)
-        loss_function(model(x), y).backward()
-        optimizer.step()
-    ```
-    """
-    if info.ddp_calls or info.reduction_calls or info.collectives or not info.backward_calls:
-        return
-    if any(info.script.calls_named(*_COMBINED_BY)):
-        return
-    for part in info.script.all(ast.Subscript):
-        if _takes_rows_of_rank(info, part.slice):
-            yield Hit(
-                part,
-                f"{info.script.source(part)} are this rank's rows, and nothing sums the gradients",
-                "with N processes there are N models, each of 1/N of the data",
-                "model = instep.replicate(model)  # before the loop\n"
-                f"instep.shard({info.script.source(part.value)})  # this rank's rows",
-            )
-
-
-def _takes_rows_of_rank(info: ScriptInfo, taken: ast.expr) -> bool:
-    """Whether it is `rank::world_size`, or from one bound to another that depend on the rank."""
-    taken = taken.elts[0] if isinstance(taken, ast.Tuple) and taken.elts else taken
-    if not isinstance(taken, ast.Slice):
-        return False
-    if info.ranks.is_world_size(taken.step):
-        return info.ranks.rank_type(taken.lower) == "rank"
-    bounds = taken.lower, taken.upper
-    return taken.step is None and all(
-        bound is not None and info.ranks.depends_on_rank(bound) for bound in bounds
-    )

@@ -134,13 +134,9 @@ def _is_made_of_rows(info: ScriptInfo, value: ast.AST, depth: int) -> bool:
 def _adds_up_rows(info: ScriptInfo, name: ast.Name) -> bool:
     """Whether `name += …` adds up, in the same function, what depends on this rank's rows."""
     return any(
-        isinstance(loop, ast.For)
-        and two_lines.has_own_rows(info, loop)
+        two_lines.has_own_rows(info, loop)
         and two_lines.depends_on_rows(info, loop, changed.value, two_lines.DEPTH)
-        for changed in info.script.all(ast.AugAssign)
-        if info.script.dotted_name(changed.target) == name.id
-        and info.script.are_in_one_function(changed, name)
-        for loop in info.script.parent_loops(changed)
+        for changed, loop in counting.additions(info, name, name.id)
     )
 
 
