@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import instep
 from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning, TrainingError
-from instep.training import random_ops
+from instep.training.draws import replica_draws
 from instep.training.losses import divisors
 from oracle import compare, play, same_as_one_process
 from pool import device, ranks, run
@@ -598,10 +598,10 @@ def test_dropout_functions_have_torchs_defaults():
 def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
     model = instep.replicate(nn.Dropout(0.5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_ops, "_MAX_DRAWS", len(random_ops._drawn) + 2)
+        patch.setattr(replica_draws, "_MAX_DRAWS", len(replica_draws._drawn) + 2)
         for _ in range(5):
             model(torch.ones(4))
-        assert len(random_ops._drawn) == random_ops._MAX_DRAWS
+        assert len(replica_draws._drawn) == replica_draws._MAX_DRAWS
 
 
 @ranks(2)

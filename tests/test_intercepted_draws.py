@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from instep.training.draws import kernels
+from instep.training.draws import kernels, operations
 from instep.training.draws.kernels import intercepted_draws
 
 HALF = torch.full((6,), 0.5)
@@ -146,4 +146,4 @@ def test_the_table_has_every_operation_that_draws_on_cpus() -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
             found.add(own)
     of_attention = {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
-    assert found - of_attention == set(kernels.DRAWS_ON_CPUS)
+    assert found - of_attention == set(operations.DRAWS_ON_CPUS)

@@ -33,8 +33,8 @@ from instep.errors import MixedSumsError
 from instep.process.patching import ignored_warnings
 from instep.training.blocks import Block
 from instep.training.draws.kernels import DrawMode
+from instep.training.draws.operations import draws_nothing
 from instep.training.drift.non_finite import FiniteCheck
-from instep.training.random_ops import draws_nothing
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.compare import equivalence

@@ -94,8 +94,8 @@ with open(os.path.join(os.environ["COUNTS"], str(os.getpid())), "w") as file:
 TWO_LINES = {
     "lines": """\
 import instep
-from instep.training import random_ops
-random_ops._MAX_DRAWS = 8  # so many stay
+from instep.training.draws import replica_draws
+replica_draws._MAX_DRAWS = 8  # so many stay
 model, loader = instep.replicate(model), instep.shard(loader)""",
     "makes": "others.append(instep.group([0, 1]))",
 }

@@ -4,7 +4,7 @@
   model draws, and a function of (seed, epoch).
 - The *sample's* streams draw what is random in a sample. They are functions of (seed, epoch,
   index), whichever rank loads it. What `collate_fn` draws is a function of (seed, epoch, batch).
-- The *model's* stream draws dropout masks (see `random_ops`). It is a function of (seed, step,
+- The *model's* stream draws dropout masks (see `draws`). It is a function of (seed, step,
   call, position in the batch).
 """
 

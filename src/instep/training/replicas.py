@@ -27,7 +27,7 @@ from instep.distributed.flight_record.recorder import set_phase
 from instep.distributed.flight_record.script_line import warn_at_script_line
 from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import TrainingError
-from instep.process.patching import Patch, PatchHandle
+from instep.process.patching import PatchHandle
 from instep.process.torch_private.compiler import disable_compile
 from instep.process.torch_private.modules import BatchNorm, Dropout
 from instep.training import forward_calls, gradients
@@ -37,16 +37,16 @@ from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
 from instep.training.buckets.sparse_sums import find_tables
-from instep.training.draws import functions
+from instep.training.draws import dropout_masks, functions
 from instep.training.draws.batch_dims import BatchDims, script_place
 from instep.training.draws.first_own_draw import find_first_own_draw
+from instep.training.draws.replica_draws import draw_token
 from instep.training.drift.comparison import Buffers, DriftCheck, drift_check_of
 from instep.training.errors import CapturedStepError, ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.losses.closures import follow_steps
 from instep.training.normalization import batch_statistics
 from instep.training.normalization.batch_statistics import statistics_of
-from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
     RNGStates,
     broadcast_seed_and_states,
@@ -380,7 +380,7 @@ def _patch_torch() -> None:
         [
             gradients.PATCH,
             *batch_statistics.PATCHES,
-            *(Patch(nn.functional, *row, compile="skip") for row in REPLACED_FUNCTIONS.items()),
+            *dropout_masks.PATCHES,
             *functions.PATCHES,
         ]
     )

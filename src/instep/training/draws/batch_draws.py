@@ -9,8 +9,8 @@ from torch import Tensor
 
 from instep.training.draws.batch_dims import BatchDims, Dim, Shape
 from instep.training.draws.kernels import DrawMode
+from instep.training.draws.replica_draws import BatchDraw
 from instep.training.forward_calls import ForwardCall, note_shape
-from instep.training.random_ops import BatchDraw
 from instep.training.random_streams import default_generators, derive_seed
 
 

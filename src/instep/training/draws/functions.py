@@ -14,8 +14,8 @@ from instep.process.torch_private.devices import device_constructors
 from instep.process.torch_private.modules import VF
 from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
+from instep.training.draws.replica_draws import next_draw
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_ops import next_draw
 from instep.training.random_streams import default_generators
 
 device_constructors()  # torch looks once at what takes a default device: before it is replaced

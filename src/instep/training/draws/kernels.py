@@ -16,19 +16,9 @@ import torch
 
 from instep.process.patching import ignored_warnings
 from instep.process.torch_private.dispatch import OperationMode
-from instep.training.random_ops import draws_nothing
+from instep.training.draws.operations import DRAWS_ON_CPUS, draws_nothing
 from instep.training.random_streams import default_generators
 
-DRAWS_ON_CPUS = (
-    *("bernoulli.out", "bernoulli_.Tensor", "bernoulli_.float", "binomial", "cauchy_"),
-    *("exponential_", "geometric_", "log_normal_", "multinomial", "multinomial.out"),
-    *("native_dropout", "normal_", "normal.Tensor_Tensor", "normal.Tensor_Tensor_out"),
-    *("normal.Tensor_float", "normal.Tensor_float_out", "normal.float_Tensor"),
-    *("normal.float_Tensor_out", "poisson", "random_", "random_.from", "random_.to"),
-    *("randperm.generator_out", "rrelu_with_noise", "rrelu_with_noise.out", "rrelu_with_noise_"),
-    *("uniform_", "_sample_dirichlet", "_standard_gamma"),
-)
-"""The operations of torch.ops.aten that draw and have a kernel for CPUs; they make up others."""
 RunDraw = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called as `run_draw(func, args, kwargs)`, where `func` is one of torch.ops.aten."""
 

@@ -21,7 +21,7 @@ from instep.process.torch_private.tensors import tree_flatten, tree_map_only, tr
 from instep.training.blocks import Block
 from instep.training.draws import bernoulli
 from instep.training.draws.kernels import intercepted_draws
-from instep.training.random_ops import Draws, draws_of
+from instep.training.draws.operations import Draws, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.sharding_plan import Draw, DrawRows, MemoryOrder
