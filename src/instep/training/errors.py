@@ -10,8 +10,8 @@ from instep.process.exit_status import format_ranks
 
 
 class BitwiseError(LaunchError):
-    """`--bitwise` with a number of ranks or a script that cannot be, or a script without it that
-    asks for it."""
+    """`--bitwise` does not go with the number of ranks or with the script, or the script asks for
+    it and was started without."""
 
 
 class ReplicatedTwiceError(TrainingError):
@@ -183,16 +183,17 @@ class NonFiniteGradError(TrainingError):
         samples: tuple[int, int, int] | None,
         began_here: bool,
     ) -> None:
-        more = f" and those of {others} more parameters" if others else ""
-        verb = "are" if others else "is"
-        part = (
-            "" if samples is None else ", from samples {} to {} of the batch of {}".format(*samples)
-        )
-        text = (
-            f"{'' if rank is None else f'on rank {rank} '}the gradient of {name}{more} {verb} not "
-            f"finite{part}, in step {step}; the optimizer steps with it."
-        )
-        if not began_here:
+        if began_here:
+            where = "" if rank is None else f"on rank {rank} "
+            more = f" and those of {others} more parameters are" if others else " is"
+            part = ""
+            if samples is not None:
+                part = ", from samples {} to {} of the batch of {}".format(*samples)
+            text = (
+                f"{where}the gradient of {name}{more} not finite{part}, in step {step}; the "
+                "optimizer steps with it."
+            )
+        else:
             text = (
                 f"the parameter {name} itself is not finite, in step {step}; an earlier step has "
                 "made it so, or it was so from the start."

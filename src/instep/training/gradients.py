@@ -46,9 +46,9 @@ from instep.training.losses.divisors import check_divisors, is_first_of_kind, ma
 def weight(count: Tensor | float | None) -> None:
     """State what the loss of the last forward in training divides by, if that is not its rows.
 
-    loss = cross_entropy(model(x), y, ignore_index=-1)
-    instep.weight((y != -1).sum())
-    loss.backward()
+        loss = cross_entropy(model(x), y, ignore_index=-1)
+        instep.weight((y != -1).sum())
+        loss.backward()
 
     Args:
         count: this rank's denominator: the tokens that are kept, the sum of the class weights of
@@ -63,10 +63,11 @@ def weight(count: Tensor | float | None) -> None:
     A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
     where gradients are disabled, as they were in the last forward.
 
-    Collective. Raises TrainingError before any forward of a replicated model (on one rank, if there
-    is a replicated model). Called after a
-    backward it states the weight of another one through the same forward; if none follows, the next
-    forward raises TrainingError.
+    Called after a backward it states the weight of another one through the same forward; if none
+    follows, the next forward raises TrainingError.
+
+    Collective. Raises TrainingError before the first forward of a replicated model; in a job of one
+    rank only if there is such a model.
     """
     latest = forward_calls.last()
     if not torch.is_grad_enabled() and (latest is None or not latest.needs_gradients):
@@ -166,7 +167,7 @@ def _check_outer_backward(roots: tuple[Root, ...]) -> None:
 
 
 def _has_replicas_without_parameters() -> bool:
-    """Whether there may be some on several ranks; asked where no replica has parameters."""
+    """Where no replica has parameters: whether there are replicas at all, on several ranks."""
     return bool(forward_calls.replica_of_part) and get_transport().size > 1
 
 

@@ -121,9 +121,11 @@ class Metric(ABC):
 class Mean(Metric):
     """A mean over all samples of all ranks.
 
-    loss_mean = instep.Mean()
-    loss_mean.update(loss, len(target))
-    loss_mean.compute()
+        loss_mean = instep.Mean()
+        loss_mean.update(loss, len(target))  # in the loop, on every rank
+        loss_mean.compute()
+
+    With `count` it is a mean of means, each with its weight.
     """
 
     def __init__(self) -> None:

@@ -63,6 +63,18 @@ def default_generators() -> list[torch.Generator]:
     return [torch.default_generator] if own is None else [torch.default_generator, own]
 
 
+@contextmanager
+def default_generators_kept() -> Iterator[list[torch.Generator]]:
+    """Inside, torch's global generators (the value) may draw; then they are as they were."""
+    generators = default_generators()
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
 def make_rng_state(like: torch.Generator, seed: int) -> Tensor:
     """The state of a generator on the device of `like` that begins with `seed`."""
     return torch.Generator(like.device).manual_seed(seed).get_state()

@@ -32,12 +32,12 @@ from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import RNGStates, default_generators
+from instep.training.random_streams import RNGStates, default_generators_kept
 
 Shape = tuple[int, ...]
 Dim = int | None | Literal["unknown", "by data"]
 """The dimension of the rows; None: there is none, the numbers are for the whole batch; "by data":
-in some dimension there are not equally many entries for each row."""
+in some dimension there are not equally many entries for each row; "unknown": no trial has told."""
 
 _OF_TORCH = ""
 """The line of what modules of torch draw, where none of the script's is between."""
@@ -118,13 +118,13 @@ class BatchDims:
             return None
         key = line, shape, rows
         if key not in self._known:
-            dim = self._compare(line, shape, rows)
+            dim = self._infer(line, shape, rows)
             if dim == "unknown" and line in self._lines_by_data:
                 dim = "by data"
             if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
                 self._trials += 1
                 self._drawn[rows], _ = _try_every_row_twice(call, rows)
-                dim = self._compare(line, shape, rows)
+                dim = self._infer(line, shape, rows)
             self._learn(key, dim)
         return self._known[key]
 
@@ -152,9 +152,9 @@ class BatchDims:
             self._warned.add(line)
             warn_at_script_line(f"This line {problem} [INS701]")
 
-    def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
+    def _infer(self, line: str, shape: Shape, rows: int) -> Dim:
         """From a trial, or from draws of the same line with other numbers of rows."""
-        dim = _compare(self._drawn_at(line, rows), shape, rows)
+        dim = _doubled_dim(self._drawn_at(line, rows), shape, rows)
         if dim != "unknown":
             return dim
         if (line, shape) in self._shapes_without:
@@ -196,7 +196,7 @@ def _may_have_rows(shape: Shape, rows: int) -> bool:
     return any(length and length % rows == 0 for length in shape)
 
 
-def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
+def _doubled_dim(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
     """The dimension that is twice as long in what was drawn with every row twice."""
     dims: set[Dim] = set()
     for other in drawn:
@@ -235,8 +235,6 @@ def _try_every_row_twice(
     if not longer:
         return trial.trial, None
     devices = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    generators = default_generators()
-    states = [generator.get_state() for generator in generators]
     others = RNGStates.capture()
     after: list[RNGStates] = []
 
@@ -248,12 +246,11 @@ def _try_every_row_twice(
 
     forward_calls.push(trial)
     try:
-        run_in_thread(run, devices[0])
+        with default_generators_kept():
+            run_in_thread(run, devices[0])
     finally:
         forward_calls.drop()
         others.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
     return trial.trial, after[0] if after else None
 
 

@@ -17,7 +17,7 @@ from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.draws.batch_dims import call_copy, run_in_thread
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import RNGStates, default_generators
+from instep.training.random_streams import RNGStates, default_generators, default_generators_kept
 
 
 class _DrawWatch:
@@ -55,9 +55,7 @@ def find_first_own_draw(call: ForwardCall, seed: int, others: RNGStates) -> str:
     module, args, kwargs = call.arguments  # type: ignore[misc]
     args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     devices = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    generators = default_generators()
-    states, before = [each.get_state() for each in generators], RNGStates.capture()
-    found = ""
+    before, found = RNGStates.capture(), ""
 
     def run() -> None:
         nonlocal found
@@ -75,13 +73,11 @@ def find_first_own_draw(call: ForwardCall, seed: int, others: RNGStates) -> str:
     trial = ForwardCall(BatchCandidates((None,)), "rank", seed=call.seed)
     forward_calls.push(trial)
     try:
-        with forbid_collectives(RuntimeError):
+        with default_generators_kept() as generators, forbid_collectives(RuntimeError):
             run_in_thread(run, devices[0] if devices else "cpu")
     finally:
         forward_calls.drop()
         before.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
     return found
 
 

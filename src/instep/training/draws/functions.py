@@ -16,7 +16,7 @@ from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.draws.replica_draws import next_draw
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import default_generators
+from instep.training.random_streams import default_generators_kept
 
 device_constructors()  # torch looks once at what takes a default device: before it is replaced
 _FACTORIES = (
@@ -52,16 +52,12 @@ def _draw(original: Function, *args: Any, **kwargs: Any) -> Any:
     draw, call = next_draw(is_noise=True)
     if draw is None or draw.block is None:
         return original(*args, **kwargs)
-    generators = default_generators()
-    states = [generator.get_state() for generator in generators]
     _drawing.append(forward_calls.current())
     try:
-        with BatchDrawMode(draw, call):
+        with default_generators_kept(), BatchDrawMode(draw, call):
             return original(*args, **kwargs)
     finally:
         _drawing.pop()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def _draw_into(original: Function, x: Tensor, *args: Any, **kwargs: Any) -> Any:
