@@ -64,7 +64,7 @@ def default_generators() -> list[torch.Generator]:
 
 
 @contextmanager
-def default_generators_kept() -> Iterator[list[torch.Generator]]:
+def restoring_default_generators() -> Iterator[list[torch.Generator]]:
     """Inside, torch's global generators (the value) may draw; then they are as they were."""
     generators = default_generators()
     states = [generator.get_state() for generator in generators]

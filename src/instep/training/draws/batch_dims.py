@@ -32,7 +32,7 @@ from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import RNGStates, default_generators_kept
+from instep.training.random_streams import RNGStates, restoring_default_generators
 
 Shape = tuple[int, ...]
 Dim = int | None | Literal["unknown", "by data"]
@@ -246,7 +246,7 @@ def _try_every_row_twice(
 
     forward_calls.push(trial)
     try:
-        with default_generators_kept():
+        with restoring_default_generators():
             run_in_thread(run, devices[0])
     finally:
         forward_calls.drop()

@@ -17,7 +17,11 @@ from instep.training import forward_calls
 from instep.training.batches.candidates import BatchCandidates
 from instep.training.draws.batch_dims import call_copy, run_in_thread
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import RNGStates, default_generators, default_generators_kept
+from instep.training.random_streams import (
+    RNGStates,
+    default_generators,
+    restoring_default_generators,
+)
 
 
 class _DrawWatch:
@@ -73,7 +77,7 @@ def find_first_own_draw(call: ForwardCall, seed: int, others: RNGStates) -> str:
     trial = ForwardCall(BatchCandidates((None,)), "rank", seed=call.seed)
     forward_calls.push(trial)
     try:
-        with default_generators_kept() as generators, forbid_collectives(RuntimeError):
+        with restoring_default_generators() as generators, forbid_collectives(RuntimeError):
             run_in_thread(run, devices[0] if devices else "cpu")
     finally:
         forward_calls.drop()

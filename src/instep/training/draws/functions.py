@@ -16,7 +16,7 @@ from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.draws.replica_draws import next_draw
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_streams import default_generators_kept
+from instep.training.random_streams import restoring_default_generators
 
 device_constructors()  # torch looks once at what takes a default device: before it is replaced
 _FACTORIES = (
@@ -54,7 +54,7 @@ def _draw(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     _drawing.append(forward_calls.current())
     try:
-        with default_generators_kept(), BatchDrawMode(draw, call):
+        with restoring_default_generators(), BatchDrawMode(draw, call):
             return original(*args, **kwargs)
     finally:
         _drawing.pop()
