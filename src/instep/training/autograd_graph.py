@@ -1,4 +1,4 @@
-"""The autograd graph: one walk over its nodes, and tags on them."""
+"""The autograd graph: a walk over its nodes, and tags on them."""
 
 from __future__ import annotations
 

@@ -199,6 +199,13 @@ def current_candidates(values: object = ()) -> BatchCandidates:
     return find_candidates(values) if call is None else call.batch
 
 
+def note_shape(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
+    """A call has drawn this shape, which has the rows in this dimension."""
+    if call is not None:
+        text = repr((dim, shape[:dim], shape[dim + 1 :]))
+        call.drawn_shapes = crc32(text.encode(), call.drawn_shapes)
+
+
 # ------------------------------------------------------------------------- tags on the graph
 
 _TAG = "instep.call"
@@ -262,13 +269,6 @@ _OF_ALL_RANKS = tuple(
     f"_{each}Backward" for each in ("AllGather", "Exchange", "AllReduce", "MinMax")
 )
 """The nodes of `all_gather` and `all_reduce`."""
-
-
-def note_shape(call: ForwardCall | None, shape: tuple[int, ...], dim: int) -> None:
-    """A call has drawn this shape, which has the rows in this dimension."""
-    if call is not None:
-        text = repr((dim, shape[:dim], shape[dim + 1 :]))
-        call.drawn_shapes = crc32(text.encode(), call.drawn_shapes)
 
 
 def depends_on_call(node: Any) -> bool:

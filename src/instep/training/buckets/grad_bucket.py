@@ -20,7 +20,9 @@ from instep.training.buckets.checksum import (
 from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
-_FEW = 4
+_LAST_COUNT = 4
+"""Of so many parameters that backward reaches last, the smallest gradient shows what is not finite
+(`last_small_grad`)."""
 
 
 class GradBucket(ABC):
@@ -43,7 +45,9 @@ class GradBucket(ABC):
         self.filled: set[int] = set()
         """The indices whose gradient this rank has."""
         self._parameters = parameters
-        self._last_slots = sorted(layout.slots[-_FEW:], key=lambda slot: slot.stop - slot.start)
+        self._last_slots = sorted(
+            layout.slots[-_LAST_COUNT:], key=lambda slot: slot.stop - slot.start
+        )
         """Of the last parameters, the smallest first."""
         self._step = 0
         self._like = next(iter(parameters.values())).new_empty(0)

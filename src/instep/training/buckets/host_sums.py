@@ -10,13 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from instep.distributed import one_copy
 from instep.distributed.communication.transport import Transport
 from instep.distributed.shm.memory.host_memory import HostMemory
+
+
+class SumState(NamedTuple):
+    """What `HostSums.sum` has to know of every rank: whether something is so on any of them."""
+
+    is_strided: bool
+    """A gradient is not contiguous."""
+    is_held: bool = False
+    """Somebody still has a sum, or has moved it to other memory."""
+    is_written: bool = False
+    """The script has written to a sum."""
+    has_forked: bool = False
+    """The process has forked since the last sums."""
 
 
 class HostSums:
@@ -43,30 +56,25 @@ class HostSums:
             and grads[0].is_floating_point()
         )
 
-    def state(self, grads: Sequence[Tensor]) -> list[bool]:
-        """What `sum` has to know of every rank: whether its gradients are not contiguous, somebody
-        has a sum or has moved it, has written to one, and the process has forked since the last
-        sums."""
-        is_other = not all(grad.is_contiguous() for grad in grads)
+    def state(self, grads: Sequence[Tensor]) -> SumState:
+        """This rank's."""
+        is_strided = not all(grad.is_contiguous() for grad in grads)
         if self._memory is None:
-            return [is_other, False, False, False]
+            return SumState(is_strided)
         has_moved = self._addresses != [each.data_ptr() for each in self._sums]  # share_memory_()
         is_held = has_moved or any(map(one_copy.has_other_users, self._sums))
         is_written = self._memory.has_private_pages()
-        return [is_other, is_held, is_written, self._forks != one_copy.forks.count]
+        return SumState(is_strided, is_held, is_written, self._forks != one_copy.forks.count)
 
     def sum(
-        self, grads: Sequence[Tensor], states: Sequence[bool], transport: Transport
+        self, grads: Sequence[Tensor], state: SumState, transport: Transport
     ) -> list[Tensor] | None:
-        """The sums over the ranks; None where each rank is to have its own. Collective.
-
-        `states`: what `state` returns, of any rank.
-        """
-        is_other, is_held, is_written, has_forked = states
-        if is_held or (is_written and self._writes == 0):
+        """The sums over the ranks; None where each rank is to have its own. `state`: of all ranks.
+        Collective."""
+        if state.is_held or (state.is_written and self._writes == 0):
             self._leave()
             return None
-        if is_other or not self._has_memory(grads, is_written, has_forked, transport):
+        if state.is_strided or not self._has_memory(grads, state, transport):
             return None
         of_host: Any = transport  # a SharedMemoryTransport, or one that calls it
         of_host.all_reduce_to_host(list(grads), self._shared, "sum")
@@ -79,21 +87,19 @@ class HostSums:
         self._memory, self._sums, self._shared = None, [], []
         self._tries = self._tries - 1 if self._writes else 0
 
-    def _has_memory(
-        self, grads: Sequence[Tensor], is_written: bool, has_forked: bool, transport: Transport
-    ) -> bool:
+    def _has_memory(self, grads: Sequence[Tensor], state: SumState, transport: Transport) -> bool:
         """Whether there is memory in which nobody has a sum. Collective."""
         if self._memory is None:
             memory = self._memory = self._open(grads, transport)
             return memory is not None
-        if has_forked:
+        if state.has_forked:
             self._forks = one_copy.forks.count
             if not one_copy.write_to_new_memory(self._memory, transport):
                 self._writes = 0
                 self._leave()
                 return False
-        if is_written or has_forked:
-            self._writes -= is_written
+        if state.is_written or state.has_forked:
+            self._writes -= state.is_written
             self._memory.drop_private_pages()
         return True
 

@@ -15,7 +15,7 @@ from instep.process.torch_private.tensors import (
 )
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.grad_bucket import GradBucket
-from instep.training.buckets.host_sums import HostSums
+from instep.training.buckets.host_sums import HostSums, SumState
 from instep.training.buckets.layout import BucketLayout
 
 _SMALL_BYTES = 16 << 10
@@ -93,10 +93,11 @@ class InPlaceBucket(GradBucket):
         if not self._host_sums.can_begin(grads, transport):
             _sum_each([self._flags, *self._totals], transport)
             return
-        states = self._flags.new_tensor(self._host_sums.state(grads))
+        flags = self._flags.new_tensor(self._host_sums.state(grads))
         others = [total for k, total in enumerate(self._totals) if k not in self._large]
-        _sum_each([self._flags, states, *others], transport)
-        sums = self._host_sums.sum(grads, list(map(bool, states.tolist())), transport)
+        _sum_each([self._flags, flags, *others], transport)
+        state = SumState(*map(bool, flags.tolist()))
+        sums = self._host_sums.sum(grads, state, transport)
         if sums is None:
             _sum_each(grads, transport)
             return

@@ -198,7 +198,7 @@ class Checkpoint:
             error, proposed = transport.broadcast_object((error, proposed), 0)
             if proposed is not None:
                 if transport.rank != 0:
-                    encoded = _encode_what_can_be(state)
+                    encoded = _encode_if_possible(state)
                 self._writer.start(self._step, encoded, proposed.share(encoded))
             if error is not None:
                 raise error
@@ -275,7 +275,7 @@ class Checkpoint:
             ) from error
 
     def _propose(self, state: EncodedState) -> ShardedDraft | None:
-        """To write `state` together with the other ranks; None if it is small."""
+        """Rank 0's proposal that all ranks write `state`; None if it writes it alone."""
         if get_transport().size == 1:
             return None
         try:
@@ -373,8 +373,8 @@ class Checkpoint:
         raise SystemExit(REQUEUE)
 
 
-def _encode_what_can_be(state: dict[str, Any]) -> EncodedState:
-    """The state of a rank other than 0: whatever it cannot save itself, rank 0 does."""
+def _encode_if_possible(state: dict[str, Any]) -> EncodedState:
+    """The state of a rank other than 0; empty if it cannot be saved, since rank 0 saves it too."""
     try:
         return EncodedState.encode(state)
     except CannotSaveError:

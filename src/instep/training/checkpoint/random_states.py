@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.generator_states import hash_states, seed_generator, set_state, state_of
 from instep.distributed.identity import torch_devices
@@ -39,13 +37,12 @@ class SavedGenerator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the generator go on from this rank's state, or from that of all ranks."""
-        states, rank = state["states"], get_transport().rank
-        if len(states) == 1:
-            rank = 0
-        if rank < len(states):
-            set_state(self._generator, states[rank]["state"])
+        states = state["states"]
+        own = _of_this_rank(states)
+        if own is None:
+            seed_generator(self._generator, _new_seed(states))
         else:
-            seed_generator(self._generator, derive_seed(hash_states(states[0].values()), rank))
+            set_state(self._generator, own["state"])
 
 
 def restore_states(states: list[dict[str, Any]]) -> None:
@@ -53,23 +50,29 @@ def restore_states(states: list[dict[str, Any]]) -> None:
 
     A rank that did not exist when they were different gets a stream of its own.
     """
-    rank = get_transport().rank
-    if len(states) == 1:
-        rank = 0
-    if rank >= len(states):
-        seed = derive_seed(hash_states(states[0].values()), rank)
+    state = _of_this_rank(states)
+    has_device = (state or states[0])["device"] is not None
+    on_device = torch_devices.own_generator(begin=True) if has_device else None
+    if state is None:
+        seed = _new_seed(states)
         seed_all(seed)
-        if states[0]["device"] is not None and (own := _own_generator()) is not None:
-            own.manual_seed(seed)  # seed_all is of the CPU's generators
+        if on_device is not None:
+            on_device.manual_seed(seed)  # seed_all is of the CPU's generators
         return
-    state = states[rank]
     RNGStates(**{name: state[name] for name in ("torch", "numpy", "python")}).restore()
-    if state["device"] is not None and (own := _own_generator()) is not None:
-        own.set_state(state["device"])
+    if on_device is not None:
+        on_device.set_state(state["device"])
 
 
-def _own_generator() -> torch.Generator | None:
-    return torch_devices.own_generator(begin=True)
+def _of_this_rank(states: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """This rank's entry, or that of all ranks; None if the rank did not exist."""
+    rank = 0 if len(states) == 1 else get_transport().rank
+    return states[rank] if rank < len(states) else None
+
+
+def _new_seed(states: list[dict[str, Any]]) -> int:
+    """For a rank that did not exist: a seed of its own."""
+    return derive_seed(hash_states(states[0].values()), get_transport().rank)
 
 
 def _capture() -> dict[str, Any]:

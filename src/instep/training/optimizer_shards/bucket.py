@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -102,42 +103,32 @@ class StepBucket:
     def full_state(self, state: dict[Tensor, State]) -> dict[Tensor, State]:
         """The state of whole parameters, on every rank. Collective."""
         known = [state.get(each, {}) for each in self.slices]
-        described = self._transport.all_gather_object(
-            [
-                {name: _describe(value, each) for name, value in entries.items()}
-                for entries, each in zip(known, self.slices, strict=True)
-            ]
-        )
-        full: dict[Tensor, State] = {}
-        names: dict[tuple[str, torch.dtype], None] = {}
-        for parts, entries in zip(self._parts, described, strict=True):
-            for part, entry in zip(parts, entries, strict=True):
-                for name, value in entry.items():
-                    of_parameter = full.setdefault(part.parameter, {})
-                    if isinstance(value, torch.dtype):
-                        names[name, value] = None
-                        if name not in of_parameter:
-                            of_parameter[name] = torch.empty_like(part.parameter, dtype=value)
-                    else:
-                        of_parameter.setdefault(name, value.on(part.parameter.device))
+        own = [
+            {name: _describe(value, each) for name, value in entries.items()}
+            for entries, each in zip(known, self.slices, strict=True)
+        ]
+        gathered = self._transport.all_gather_object(own)
+        described = [
+            [*zip(parts, entries, strict=True)]
+            for parts, entries in zip(self._parts, gathered, strict=True)
+        ]
+        full, names = _allocate(chain.from_iterable(described))
         for name, dtype in names:
             values = [
                 [
                     part.view(full[part.parameter][name])
-                    for part, entry in zip(parts, entries, strict=True)
+                    for part, entry in of_rank
                     if entry.get(name) is dtype
                 ]
-                for parts, entries in zip(self._parts, described, strict=True)
+                for of_rank in described
             ]
-            own = [
+            mine = [
                 self._flat(part, entries[name])
-                for part, entries, entry in zip(
-                    self._own, known, described[self._transport.rank], strict=True
-                )
+                for part, entries, entry in zip(self._own, known, own, strict=True)
                 if entry.get(name) is dtype
             ]
-            for value, mine in zip(values[self._transport.rank], own, strict=True):
-                value.copy_(mine)
+            for value, own_value in zip(values[self._transport.rank], mine, strict=True):
+                value.copy_(own_value)
             self._transport.all_gather_each(values)
         return full
 
@@ -172,6 +163,25 @@ class StepBucket:
         if tensor.stride() == part.parameter.stride():
             return tensor
         return torch.empty_like(part.parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def _allocate(
+    described: Iterable[tuple[Part, dict[str, Any]]],
+) -> tuple[dict[Tensor, State], list[tuple[str, torch.dtype]]]:
+    """States of whole parameters, by what the ranks tell of their parts (`_describe`): values for
+    each element are still to be filled in. And the names and dtypes of these."""
+    full: dict[Tensor, State] = {}
+    names: dict[tuple[str, torch.dtype], None] = {}
+    for part, entry in described:
+        for name, value in entry.items():
+            of_parameter = full.setdefault(part.parameter, {})
+            if not isinstance(value, torch.dtype):
+                of_parameter.setdefault(name, value.on(part.parameter.device))
+                continue
+            names[name, value] = None
+            if name not in of_parameter:
+                of_parameter[name] = torch.empty_like(part.parameter, dtype=value)
+    return full, list(names)
 
 
 def _in_shape(part: Part, values: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def _say_bfloat16() -> None:
 
 def half_function(function: F) -> F:
     """`function`, with floating-point arguments cast to half precision (O1)."""
-    return _with_casts(function, lambda values, half: cast(values, half))
+    return _with_casts(function, cast)
 
 
 def float_function(function: F) -> F:

@@ -17,8 +17,7 @@ from instep.compat.apex.amp._amp_state import _amp_state
 from instep.process.patching import patches
 from instep.process.torch_private.tensors import tree_map_only
 from instep.training.amp.casting import active_dtype, no_cast
-
-_HALF = (torch.float16, torch.bfloat16)
+from instep.training.amp.levels import HALVES
 
 
 def _in_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +27,7 @@ def _in_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +35,7 @@ def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if active_dtype() is None:
         return function(*args, **kwargs)
     given = args[0] if args else kwargs.get("input")
-    if not _amp_state.allow_banned and isinstance(given, Tensor) and given.dtype in _HALF:
+    if not _amp_state.allow_banned and isinstance(given, Tensor) and given.dtype in HALVES:
         raise NotImplementedError(
             "amp computes no binary_cross_entropy of half precision. Use BCEWithLogitsLoss without "
             "a sigmoid before it, or amp.register_float_function(torch, 'sigmoid'), or "
@@ -49,7 +48,7 @@ def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def _refuse_in_place(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Apex's rule: the result would be in float32, which a tensor of half precision cannot hold."""
-    if active_dtype() is not None and isinstance(args[0], Tensor) and args[0].dtype in _HALF:
+    if active_dtype() is not None and isinstance(args[0], Tensor) and args[0].dtype in HALVES:
         raise NotImplementedError(
             "amp computes this function in float32, and not in place of a tensor in half "
             "precision. Call it without the underscore at the end of its name."

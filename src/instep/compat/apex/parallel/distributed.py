@@ -22,6 +22,7 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import PatchHandle
 from instep.process.torch_private.autograd import queue_callback
 from instep.training import gradients
+from instep.training.amp.levels import HALVES
 from instep.training.buckets.bucket_sums import make_bucket
 from instep.training.buckets.codec import BucketCodec
 from instep.training.buckets.grad_bucket import GradBucket
@@ -247,7 +248,7 @@ class _AveragingCodec(BucketCodec):
         self._always_fp32 = always_fp32
 
     def start(self, flat: Tensor, transport: Transport) -> None:
-        half = flat.dtype in (torch.float16, torch.bfloat16)
+        half = flat.dtype in HALVES
         self._sent = flat.float() if half and self._always_fp32 else flat
         self.sums = self._sent[: self._numel]
         if self._predivide != 1.0:
