@@ -33,12 +33,16 @@ from instep.distributed.shm.memory.signals import (
 from instep.distributed.shm.memory.staging import BUFFERS, Staging
 
 _COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
-_PART_BYTES = 1 << 20
-_ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
-_SMALLEST_PART_BYTES = 64 << 10
-_ONE_SHOT_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
+_PART_BYTES, _SMALLEST_PART_BYTES = 1 << 20, 64 << 10
+"""The most and the least that a rank stages at a time."""
+_ALL_PARTS_BYTES = 64 << 20
+"""All ranks' staging together, unless they are very many."""
+_ONE_SHOT_BYTES = 64 << 10
+"""All ranks' input together, up to which every rank reduces all of it."""
 _SMALL_BYTES = 16 << 10
-_DIRECT_BYTES = 2 << 20  # of one rank, from which on the others read them where they are
+"""Tensors of up to this size are packed, to be reduced together."""
+_DIRECT_BYTES = 2 << 20
+"""Of one rank, from which on the others read its tensors where they are."""
 
 
 def part_bytes(size: int) -> int:

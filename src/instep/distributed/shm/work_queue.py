@@ -75,7 +75,7 @@ class QueuedWork(Work):
         result: list[Tensor],
         run_until_done: Callable[[QueuedWork], None],
         number: int,
-    ):
+    ) -> None:
         """`number`: in the flight record."""
         super().__init__()
         self._text = text
@@ -153,8 +153,6 @@ _EXCHANGE_SECONDS = 1.0
 """The same where the process ends and the group was not destroyed."""
 Step = Callable[[list[Tensor], list[Tensor], timedelta | None], None]
 """An exchange between the ranks: flat tensors that it writes, those that it only reads, timeout."""
-
-
 Signature = tuple[str, tuple[int, ...] | None, torch.dtype | None, str, int | None, str]
 """The arguments of `flight_record.recorder.enter`."""
 

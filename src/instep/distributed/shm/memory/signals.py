@@ -37,18 +37,24 @@ _SIGNATURE, _REASON = slice(128, 512), slice(512, BYTES_PER_RANK)  # a rank's te
 _LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
+"""So often a waiting rank looks at a word before it gives the core away."""
 _YIELD_SECONDS = 0.002
+"""It yields the core for so long; then it sleeps."""
 _LOST_SECONDS, _LOST_TIMES, _BUSY_SECONDS = 0.0002, 20, 1.0
 """A yield that takes so long has lost the core to another process: a yield gives away a whole time
 slice (milliseconds), a sleep ends when it should. The rank then sleeps instead of yielding for so
 many times as long, and for twice as long whenever it soon loses the core again, up to a second."""
 _SLEEP_SECONDS = (0.00005, 0.001)
+"""The first sleep, and the longest in a wait that is not late."""
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
 _PR_SET_TIMERSLACK = 29
 _CHECK_SECONDS = 0.1
+"""How often a waiting rank looks whether the missing ones still live."""
 _DESCRIBE_SECONDS = 20.0
+"""How long ranks that disagree wait for each other's texts."""
 TAG_BITS = 24
+"""Of a word, those of the tag; the sequence number is above them."""
 
 
 @dataclass(frozen=True)
