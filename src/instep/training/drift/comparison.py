@@ -1,7 +1,7 @@
 """The ranks compare their parameters, buffers and hyper-parameters every INSTEP_DRIFT_STEPS steps.
 
 A step is a backward that sums the model's gradients. The comparison stands at its end, where all
-ranks are, and costs one checksum of the model and one message of 16 bytes. Only if these differ do
+ranks are, and costs one checksum of the model and one message of 24 bytes. Only if these differ do
 the ranks send more, to find the first tensor that differs.
 """
 
