@@ -93,6 +93,10 @@ class ForwardCall:
         """Whether this rank has no rows, and runs only for the collectives."""
         return self.batch.is_placeholder
 
+    def note_backward(self) -> None:
+        """A backward has found its output."""
+        self.had_backward, self.has_unused_weight = True, False
+
 
 replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""

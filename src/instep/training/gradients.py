@@ -142,6 +142,8 @@ def backward(
             "create_graph=True), then call backward. One of parameters is that of this rank's "
             "rows, and not of the batch."
         )
+    for each in forwards:
+        each.note_backward()
     call = _single_call(forwards)
     own_weight = _weight(call)
     note_loss(roots, own_weight)
@@ -287,8 +289,6 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
         if last is not None and last.weight is not None and not last.had_backward:
             return last
         return ForwardCall(forward_calls.current_candidates())
-    for call in forwards:
-        call.had_backward, call.has_unused_weight = True, False
     stated = [call for call in forwards if call.weight is not None]
     first = (stated or forwards)[0]
     if len(forwards) > 1:

@@ -79,7 +79,7 @@ def reduce_during_backward(backward: BackwardState) -> Iterator[None]:
                 for reducer in sorted(_unfinished, key=lambda each: each.number):
                     reducer.join(backward)
             for reducer in backward.reducers:
-                reducer.finish()
+                reducer.finish(backward)
         finally:
             for reducer in backward.reducers:
                 reducer.reset()
@@ -167,14 +167,11 @@ class Reducer:
             add(index, grad)  # not by whether it has started, which may differ between ranks
             return grad
         bucket.intercept(index, grad, partial=index in self._partial)
-        self._start_full_buckets()
+        self._start_full_buckets(backward)
         return grad
 
-    def finish(self) -> None:
-        """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
-        backward = _current.value
-        if backward is None:
-            return
+    def finish(self, backward: BackwardState) -> None:
+        """It has ended: start the other buckets, wait, and write the sums into `.grad`."""
         if backward.sync:
             self._sum_tables()
             self._add_accumulated()
@@ -182,7 +179,7 @@ class Reducer:
             self._verify_checksums()
             if not backward.sync:
                 return
-            self._inspect(self._buckets[self._started :], are_last=True)
+            self._inspect(self._buckets[self._started :], backward, are_last=True)
             finish_buckets(self._buckets, self._started, self._bucket_transport, self._reduced)
         for index, total in self._more.items():
             grad = self._parameters[index].grad
@@ -300,20 +297,21 @@ class Reducer:
             if grad is not None:
                 grad.div_(self.transport.size)
 
-    def _start_full_buckets(self) -> None:
+    def _start_full_buckets(self, backward: BackwardState) -> None:
         """Start the buckets that are full, in an order that is the same on all ranks."""
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
             if not (bucket.starts_early and bucket.is_full):
                 return
-            self._inspect([bucket], are_last=bucket is self._buckets[-1])
+            self._inspect([bucket], backward, are_last=bucket is self._buckets[-1])
             bucket.start(self._bucket_transport)
             self._started += 1
 
-    def _inspect(self, buckets: Sequence[GradBucket], *, are_last: bool) -> None:
+    def _inspect(
+        self, buckets: Sequence[GradBucket], backward: BackwardState, *, are_last: bool
+    ) -> None:
         """Look for what is not finite, before these buckets are summed."""
-        backward = _current.value
-        if backward is not None and backward.finite_check is not None:
+        if backward.finite_check is not None:
             accumulated = bool(self._partial)
             backward.finite_check.inspect(buckets, are_last=are_last, accumulated=accumulated)
 
