@@ -15,10 +15,11 @@ FEWER = {"pytorch_examples_reinforce": 84}
 episode is as long as its actions are good."""
 
 _LENGTH = re.compile(
-    r"(?:for (?:step|epoch|update|episode) in range\("
+    r"(?:for (?:step|epoch|update|episode) in range\((?!1, )"
     r"|\b(?:max_|num_train_)?epochs=|max_steps=|\"--epochs\", type=int, default=)(\d+)"
 )
 _OTHERS = {
+    "contrastive": r"(?:total_steps=|in range\()(\d+)",
     "char_transformer": r"max_iters = (\d+)",
     "dcgan": r"epochs = .*(\d+)\n",
     "diffusers_unet": r"repeat\((2),",

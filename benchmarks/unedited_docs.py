@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- table: written by benchmarks/unedited_table.py --docs -->\n", "<!-- end -->"
+BEGIN_EXAMPLES = "<!-- examples: written by benchmarks/unedited_table.py --docs -->\n"
 Row = Mapping[str, Any]
 
 HEADS = {
@@ -55,6 +56,10 @@ SUMMARY_TITLES = {
     "unedited.md": ("Ten of them:", "All of them:"),
     "unedited.zh.md": ("其中十个：", "全部用例："),
 }
+EXAMPLE_HEADS = {
+    "unedited.md": "| Script | Step, ms | Time, N = 2 | Two at once |",
+    "unedited.zh.md": "| 脚本 | 每步毫秒 | N = 2 的耗时 | 两个同时 |",
+}
 DIFFERENT = {"unedited.md": "different", "unedited.zh.md": "不同"}
 COUNTED = {
     "unedited.md": (
@@ -92,6 +97,15 @@ def table(rows: Mapping[str, Row], page: str) -> str:
     some, every = SUMMARY_TITLES[page]
     parts = [counted, "", some, "", *summary, "", every, "", *lines, "", *reasons]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def examples_table(rows: Mapping[str, Row], page: str) -> str:
+    """The part of the page between the markers of the examples."""
+    lines = [EXAMPLE_HEADS[page], "|" + " --- |" * 4]
+    for name, row in sorted(rows.items()):
+        ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_at_once")]
+        lines.append(format_cells([f"`{name}.py`", f"{row['step_ms']:.0f}", *ratios]))
+    return "\n".join(lines) + "\n"
 
 
 def row_cells(row: Row, page: str) -> list[str]:
@@ -147,15 +161,22 @@ def count(rows: Mapping[str, Row]) -> dict[str, int]:
     }
 
 
-def between_markers(text: str) -> str:
-    return text.partition(BEGIN)[2].partition(END)[0]
+def between_markers(text: str, begin: str = BEGIN) -> str:
+    return text.partition(begin)[2].partition(END)[0]
 
 
-def write(rows: Mapping[str, Row], docs: Path) -> None:
+def write(rows: Mapping[str, Row], examples: Mapping[str, Row], docs: Path) -> None:
     """Replace what stands between the markers of both pages."""
     for page in HEADS:
-        before, begin, rest = (docs / page).read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        assert begin
-        assert end
-        (docs / page).write_text(before + begin + table(rows, page) + end + after)
+        text = (docs / page).read_text()
+        text = _with_part(text, BEGIN, table(rows, page))
+        text = _with_part(text, BEGIN_EXAMPLES, examples_table(examples, page))
+        (docs / page).write_text(text)
+
+
+def _with_part(text: str, begin: str, part: str) -> str:
+    before, found, rest = text.partition(begin)
+    _, end, after = rest.partition(END)
+    assert found
+    assert end
+    return before + begin + part + end + after

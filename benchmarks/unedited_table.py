@@ -35,6 +35,8 @@ from unedited_docs import write
 
 ROOT = Path(__file__).parents[1]
 CASES = Path(__file__).parent / "unedited_cases"
+EXAMPLES = ROOT / "examples" / "unedited"
+EXAMPLES_JSON = Path(__file__).parent / "results" / "unedited_examples.json"
 MOVE = 1e-7
 NOISE = 10
 """A run is the same if it is not further away than so many times the case's own noise."""
@@ -353,6 +355,29 @@ def described(case: Path) -> tuple[str, str]:
         return title, ""
 
 
+def time_examples(names: list[str], limit: float) -> None:
+    """Time longer runs of the scripts of examples/unedited, all or those of these names."""
+    rows = load(EXAMPLES_JSON)
+    for script in sorted(EXAMPLES.glob("*.py")):
+        if names and script.stem not in names:
+            continue
+        result = Result(script.stem, "", "")
+        time_longer(result, script, limit)
+        if result.problem:
+            raise SystemExit(f"{script.stem}: {result.problem}")
+        rows[script.stem] = {name: getattr(result, name) for name in TIMES}
+        print(script.stem, rows[script.stem], flush=True)
+        EXAMPLES_JSON.write_text(dumped(rows))
+
+
+def load(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def dumped(rows: dict[str, Any]) -> str:
+    return json.dumps(rows, indent=1, sort_keys=True) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -371,6 +396,9 @@ def main() -> None:
     parser.add_argument(
         "--no-times", action="store_true", help="no longer runs; times in FILE are kept"
     )
+    parser.add_argument(
+        "--examples", action="store_true", help="time the scripts of examples/unedited instead"
+    )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
     parser.add_argument("--no-runs", action="store_true", help="use the results in FILE")
     args = parser.parse_args()
@@ -378,8 +406,10 @@ def main() -> None:
         forked_ranks.preload(args.preload)
     known = sorted(path for path in CASES.glob("*.py"))
     chosen = [path for path in known if not args.cases or path.stem in args.cases]
-    rows = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
-    if not args.no_runs:
+    rows = load(Path(args.json)) if args.json else {}
+    if args.examples:
+        time_examples(args.cases, args.limit)
+    elif not args.no_runs:
         for case in chosen:
             if args.times:
                 result = Result(**rows[case.stem])
@@ -398,9 +428,9 @@ def main() -> None:
             if result.problem:
                 print("   ", result.problem, flush=True)
             if args.json:
-                Path(args.json).write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+                Path(args.json).write_text(dumped(rows))
     if args.docs:
-        write(rows, ROOT / "docs")
+        write(rows, load(EXAMPLES_JSON), ROOT / "docs")
 
 
 if __name__ == "__main__":

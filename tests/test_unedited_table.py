@@ -19,6 +19,7 @@ import unedited_table  # noqa: E402
 
 CASES = sorted(path.stem for path in unedited_table.CASES.glob("*.py"))
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "unedited_table.json").read_text())
+EXAMPLES = json.loads(unedited_table.EXAMPLES_JSON.read_text())
 CHOSEN = ["accelerate_loop", "mingpt", "nanogpt", "nlp_tutorial_transformer", "pytorch_cifar"]
 NEEDS = {"accelerate_loop": "accelerate"}
 
@@ -40,6 +41,9 @@ def test_no_case_knows_of_instep():
 def test_both_pages_hold_the_table_of_the_results(page):
     text = (ROOT / "docs" / page).read_text()
     assert unedited_docs.between_markers(text) == unedited_docs.table(ROWS, page)
+    examples = unedited_docs.between_markers(text, unedited_docs.BEGIN_EXAMPLES)
+    assert examples == unedited_docs.examples_table(EXAMPLES, page)
+    assert {*EXAMPLES} == {script.stem for script in unedited_table.EXAMPLES.glob("*.py")}
 
 
 def test_another_number_step_or_file_is_different():
