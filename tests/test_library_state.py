@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import builtins
 import collections
+import importlib
 import multiprocessing
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from instep.unedited.objects import library_state
+from instep.unedited.objects.script_code import code_of, names_set_in
+from instep.unedited.objects.syntax_trees import tree_of
 from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import Around, sharding
@@ -336,3 +342,76 @@ def test_memory_that_processes_share_is_written_by_whole_batches_only(kind: str)
         shared.unlink()
     if torch.distributed.get_rank() == 0:
         assert "may write to memory that processes share" in log.getvalue()
+
+
+@pytest.fixture
+def imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], types.ModuleType]]:
+    """A function that imports a module of a script, of a name and a text."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names: list[str] = []
+
+    def write(name: str, text: str) -> types.ModuleType:
+        tmp_path.joinpath(f"{name}.py").write_text(text)
+        names.append(name)
+        return importlib.import_module(name)
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_only_files_that_set_what_a_function_names_are_parsed_and_these_once(
+    imported: Callable[[str, str], types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def parse(file: str) -> Any:
+        parsed.append(Path(file).stem)
+        return tree_of(file)
+
+    monkeypatch.setattr(library_state, "tree_of", parse)
+    imported("one_that_counts", "import torch\ndef count():\n    torch.seen_by_one += 1\n")
+    imported("one_that_does_not", "class A:\n    def f(self):\n        self.seen_by_one = 1\n")
+    model = imported(
+        "one_with_a_model",
+        "import torch\n"
+        "def forward(x):\n    return x + torch.seen_by_one\n"
+        "def other(x):\n    return x * torch.seen_by_one\n"
+        "def without(x):\n    return torch.relu(x)\n",
+    )
+    with attribute_of(torch, "seen_by_one", 0):
+        for function in (model.without, model.forward, model.other):
+            found = {names for _, _, names in library_state.library_state(function)}
+            assert found == ({("seen_by_one",)} if function is not model.without else set())
+    ours = [name for name in parsed if name.startswith("one_")]
+    assert ours == ["one_that_counts"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("torch.a = torch.b.c = 1", {"a", "c"}),
+        ("torch.a += 1", {"a"}),
+        ("for torch.a, (b.c, *d.e) in x: pass", {"a", "c", "e"}),
+        ("with x as torch.a: pass", {"a"}),
+        ("vars(torch)['a'] = torch.__dict__['b'] = c['d'] = 1", {"a", "b", "d"}),
+        ("setattr(torch, 'a', 1)", {"a", "*"}),
+        ("patch.setattr(torch, 'a', 1)", set()),
+        ("def f(self): self.a = 1", {"a"}),
+        ("class A:\n    def f(self, b): self.a = b; b.c = self", {"c"}),
+        ("class A:\n    def f(self):\n        def g(): self.a = 1", {"a"}),
+        ("torch.a == 1; x = torch.a", set()),
+        ("x is 5; torch.a = 1", {"a"}),  # a warning that the import has shown
+        ("x = (", set()),
+    ],
+)
+def test_the_names_that_a_file_sets_are_found_without_its_tree(
+    tmp_path: Path, text: str, expected: set[str]
+) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(text)
+    assert names_set_in(str(file)) == expected
+    assert {name for _, name in library_state._pairs_in(str(file))} <= expected
+    assert code_of(str(file)).co_filename == str(file)

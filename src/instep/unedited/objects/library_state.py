@@ -14,12 +14,18 @@ from typing import Any
 
 from instep.training.pytree import PLAIN
 from instep.unedited.objects.referents import is_empty_cell
-from instep.unedited.objects.script_code import is_of_script, named_modules, names_in, script_files
+from instep.unedited.objects.script_code import (
+    ANY_NAME,
+    OWN_OBJECT,
+    is_of_script,
+    named_modules,
+    names_in,
+    names_set_in,
+    script_files,
+)
 from instep.unedited.objects.syntax_trees import tree_of
 
 _NAMESPACES = ("__dict__", "__globals__")
-_ANY = "*"
-"""For the name that is given to `setattr` as a variable: any value that is plain may be set."""
 _IMMUTABLE = 1 << 8
 """Py_TPFLAGS_IMMUTABLETYPE, of a class whose attributes nobody can set."""
 
@@ -33,8 +39,8 @@ def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tupl
     named = {*names_in(function.__code__)}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     free = {name: cell.cell_contents for name, cell in cells if not is_empty_cell(cell)}
-    attributes = _set_by_script(len(sys.modules))
-    wanted = named | {_ANY}
+    attributes = _set_by_script(function.__code__, script_files())
+    wanted = named | {ANY_NAME}
     places = {
         base: attributes[base]
         for base in (*named, *free, "")
@@ -53,7 +59,7 @@ def library_state(function: types.FunctionType) -> Iterator[tuple[str, Any, tupl
             if (where := _where(value)) is None:
                 continue
             names = named & names_set
-            if _ANY in names_set:
+            if ANY_NAME in names_set:
                 space = vars(where) if isinstance(where, type) else where
                 names |= {name for name in named if isinstance(space.get(name), PLAIN)}
             if names:
@@ -90,38 +96,69 @@ def _where(value: Any) -> Any:
 
 
 @functools.cache
-def _set_by_script(modules: int) -> dict[str, frozenset[str]]:
+def _set_by_script(code: types.CodeType, files: tuple[str, ...]) -> dict[str, set[str]]:
     """By the last name that leads to an object the attributes of it that the script sets somewhere;
-    by "" those of what a call, an index or a function's own variable leads to. `modules`: how many
-    there are, since one that is imported later may set others."""
+    by "" those of what a call, an index or a function's own variable leads to. Only the files are
+    read that set one of the names in this code, or any name."""
     found: dict[str, set[str]] = {}
-    for base, name in (pair for file in {*script_files()} for pair in _pairs_in(file)):
+    by_name = _files_by_name(files)
+    setting = {file for name in (*names_in(code), ANY_NAME) for file in by_name.get(name, ())}
+    for base, name in (pair for file in setting for pair in _pairs_in(file)):
         found.setdefault(base, set()).add(name)
-    return {base: frozenset(names) for base, names in found.items()}
+    return found
+
+
+@functools.cache
+def _files_by_name(files: tuple[str, ...]) -> dict[str, list[str]]:
+    """The files that set an attribute of this name."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for name in names_set_in(file):
+            found.setdefault(name, []).append(file)
+    return found
+
+
+class _Inside:
+    """The variables of a function and what it sets, with the functions inside of it."""
+
+    def __init__(self, around: _Inside | None = None, own_object: str = "") -> None:
+        self.around = around
+        self.own_object = own_object
+        """What a method calls its object."""
+        self.variables: set[str] = set()
+        self.pairs: set[tuple[str, str]] = set()
 
 
 @functools.cache
 def _pairs_in(file: str) -> frozenset[tuple[str, str]]:
-    tree = tree_of(file)
-    pairs = {pair for node in ast.walk(tree) if (pair := _pair_of(node))}
-    of_classes = (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    methods = {id(each) for body in of_classes for each in body}
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            own = _own_variables(function)
-            if id(function) in methods and function.args.args:  # `self`, by any name
-                own.discard(function.args.args[0].arg)
-            inside = {pair for node in ast.walk(function) if (pair := _pair_of(node))}
-            pairs |= {("", name) for base, name in inside if base in own}
-    return frozenset((base, name) for base, name in pairs if base not in ("self", "cls"))
-
-
-def _own_variables(function: ast.AST) -> set[str]:
-    """The arguments and variables of a function."""
-    names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    stored = (node for node in ast.walk(function) if isinstance(node, ast.Name))
-    names.update(node.id for node in stored if isinstance(node.ctx, ast.Store))
-    return names
+    module = _Inside()
+    functions: list[_Inside] = []
+    waiting: list[tuple[ast.AST, _Inside, bool]] = [(tree_of(file), module, False)]
+    while waiting:
+        node, inside, in_class = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            first = node.args.args[0].arg if in_class and node.args.args else ""
+            inside, in_class = _Inside(inside, first), False
+            functions.append(inside)
+        elif isinstance(node, ast.ClassDef):
+            in_class = True
+        elif isinstance(node, ast.arg):
+            inside.variables.add(node.arg)
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                inside.variables.add(node.id)
+        elif pair := _pair_of(node):
+            inside.pairs.add(pair)
+        waiting += [(child, inside, in_class) for child in ast.iter_child_nodes(node)]
+    found: set[tuple[str, str]] = set()
+    for function in reversed(functions):  # the inner ones first
+        own = function.variables - {function.own_object}
+        found.update(("", name) for base, name in function.pairs if base in own)
+        if function.around is not None:
+            function.around.variables |= function.variables
+            function.around.pairs |= function.pairs
+    pairs = found | module.pairs
+    return frozenset((base, name) for base, name in pairs if base not in OWN_OBJECT)
 
 
 @functools.cache
@@ -155,7 +192,7 @@ def _pair_of(node: ast.AST) -> tuple[str, str] | None:
     found = _arguments_of("setattr", node)
     if len(found) == 3:
         name = found[1]
-        return _last_name(found[0]), str(name.value) if isinstance(name, ast.Constant) else _ANY
+        return _last_name(found[0]), str(name.value) if isinstance(name, ast.Constant) else ANY_NAME
     return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.process import is_script_file
+from instep.process.patching import ignored_warnings
 
 _AROUND_FUNCTIONS = (
     *(staticmethod, classmethod, property),
@@ -26,6 +27,11 @@ _BY_TEXT = frozenset(
 _VARIABLES_BY_TEXT = _BY_TEXT - {"getattr", "setattr"}
 _OPERATIONS = ("_GLOBAL", "_GLOBALS", "_NAME")
 """How operations end that read or set a global variable."""
+_STORE_ATTR, _STORE_SUBSCR = dis.opmap["STORE_ATTR"], dis.opmap["STORE_SUBSCR"]
+ANY_NAME = "*"
+"""The name that is given to `setattr` as a variable."""
+OWN_OBJECT = ("self", "cls")
+"""What methods call the object and the class of theirs."""
 
 
 def is_of_script(value: Any) -> bool:
@@ -148,12 +154,56 @@ def _is_named_only_in(name: str, functions: tuple[str, ...], modules: int) -> bo
     return True
 
 
-def script_files() -> Iterator[str]:
+def script_files() -> tuple[str, ...]:
     """The files of the script's modules."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and is_script_file(file):
-            yield file
+    return _script_files(len(sys.modules))
+
+
+@functools.cache
+def _script_files(modules: int) -> tuple[str, ...]:
+    """`modules`: how many there are, since more of them may be the script's later."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    texts = dict.fromkeys(file for file in files if isinstance(file, str))
+    return tuple(file for file in texts if file.endswith(".py") and is_script_file(file))
+
+
+@functools.cache
+def code_of(file: str) -> types.CodeType:
+    """The code in a file of the script's; none if it is another file by now."""
+    try:
+        with ignored_warnings(""):  # the import has shown them
+            return compile("".join(linecache.getlines(file)), file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return compile("", file, "exec")
+
+
+@functools.cache
+def names_set_in(file: str) -> frozenset[str]:
+    """What the code in a file may set as attributes, or as the items of a module's dict: a superset
+    that is found without the syntax tree, which takes four times as long. Methods' `self.x = …` is
+    left out."""
+    return frozenset(_names_set(code_of(file)))
+
+
+def _names_set(code: types.CodeType) -> set[str]:
+    names: set[str] = set()
+    for inside in (each for each in code.co_consts if isinstance(each, types.CodeType)):
+        names |= _names_set(inside)
+    operations = code.co_code[::2]
+    calls = "setattr" in code.co_names
+    if calls or _STORE_ATTR in operations:
+        is_method = "." in code.co_qualname and "<locals>" not in code.co_qualname
+        before: object = None  # the name of the variable that was loaded last
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR" and not (is_method and before in OWN_OBJECT):
+                names.add(each.argval)
+            if each.argval == "setattr" and each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(ANY_NAME)
+            loaded = each.argval if each.opname.startswith("LOAD_FAST") else None
+            before = loaded[-1] if isinstance(loaded, tuple) else loaded
+    if ANY_NAME in names or _STORE_SUBSCR in operations:
+        names.update(each for each in code.co_consts if isinstance(each, str))
+    return names
 
 
 @functools.cache
@@ -171,5 +221,5 @@ def _names_by_function(file: str) -> list[tuple[str, set[str]]]:
             if isinstance(inside, types.CodeType):
                 look(inside, "" if is_class else function)
 
-    look(compile("".join(linecache.getlines(file)), file, "exec"), "")
+    look(code_of(file), "")
     return found

@@ -7,12 +7,15 @@ import functools
 import linecache
 import types
 
+from instep.process.patching import ignored_warnings
+
 
 @functools.cache
 def tree_of(file: str) -> ast.Module:
     """What is in a file of the script's; nothing if it cannot be read any more."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        with ignored_warnings(""):  # the import has shown them
+            return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # the file is another one by now
         return ast.Module([], [])
 
