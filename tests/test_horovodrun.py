@@ -276,6 +276,14 @@ def prints(code: str, lines: list[str]) -> None:
     assert printed.getvalue().splitlines() == lines
 
 
+def test_the_finder_looks_at_no_name_of_another_package(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(finder, "_implementation", looked_at.append)
+    for name in ("numpy.linalg", "torch", "apexes.amp", "apex.optimizers"):
+        finder._Finder().find_spec(name)
+    assert looked_at == ["apex.optimizers"]
+
+
 def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"

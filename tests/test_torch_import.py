@@ -3,8 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from instep.launch.worker import torch_import
 
 SCRIPT = """
 import json, sys
@@ -33,7 +38,7 @@ class Noting(torch.optim.SGD):
 def step():
     for optimizer in optimizers:
         optimizer.zero_grad()
-        double(model(rows)).square().sum().backward()
+        double(model(rows)).square().sum().backward(torch.tensor(0.5))
         optimizer.step()
 
 for differentiable in (False, True):
@@ -41,7 +46,7 @@ for differentiable in (False, True):
 modes.append(torch.is_grad_enabled())
 for _ in range(3):
     step()
-imported = "torch._dynamo" in sys.modules
+imported = not {"torch._dynamo", "sympy"}.isdisjoint(sys.modules)
 graphs = []
 
 def backend(graph, inputs):
@@ -100,6 +105,47 @@ def test_the_module_of_a_frame_is_found_without_a_look_at_the_files_of_all(tmp_p
     (tmp_path / "torch.py").write_text(ASKS_FOR_MODULES)
     (tmp_path / "script.py").write_text(IMPORTS)
     assert run_python(tmp_path / "script.py") == [["torch", "torch", 0], None, True]
+
+
+SCALAR, VECTOR, COMPLEX = (
+    torch.ones(shape, dtype=dtype, requires_grad=True)
+    for shape, dtype in (((), None), ((3,), None), ((3,), torch.complex64))
+)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "grads", "is_compared"),
+    [
+        ((SCALAR, VECTOR), (torch.ones(()), torch.ones(3)), False),
+        ((VECTOR,), [torch.ones(3, dtype=torch.float64)], False),
+        ((VECTOR,), (torch.ones(2),), True),
+        ((COMPLEX,), (torch.ones(3),), True),
+        ((SCALAR, VECTOR), (None, torch.ones(3)), True),
+        ((VECTOR,), (None,), True),
+        ((SCALAR,), (torch.ones(()), torch.ones(())), True),
+        ((get_gradient_edge(VECTOR * 2),), (torch.ones(3),), True),
+    ],
+)
+def test_gradients_that_fit_are_taken_without_an_import_of_symbolic_shapes(
+    monkeypatch, outputs, grads, is_compared
+):
+    compared = []
+
+    def make_grads(*arguments):
+        compared.append(arguments)
+        return torch.autograd._make_grads(*arguments)
+
+    def outcome(make):
+        try:
+            return [None if each is None else each.tolist() for each in make(outputs, grads, False)]
+        except RuntimeError as error:
+            return str(error)
+
+    monkeypatch.setattr(torch_import, "after_import", lambda *_: None)
+    module = SimpleNamespace(_make_grads=make_grads)
+    torch_import._defer_in_make_grads(module)
+    assert outcome(module._make_grads) == outcome(torch.autograd._make_grads)
+    assert bool(compared) == is_compared
 
 
 REPLICATED = """

@@ -89,6 +89,8 @@ _REPLACED = {
     "jittor.transform": "torchvision.transforms",
 }
 """What takes the place of modules that are not there."""
+_PACKAGES = {name.partition(".")[0] for name in (*IMPLEMENTATIONS, *_REPLACED, "instep")}
+"""Those in which the hook finds something: the imports of all others pass through it."""
 
 
 def install() -> None:
@@ -103,6 +105,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name.partition(".")[0] not in _PACKAGES:
+            return None
         theirs = _their_name(name)
         package = theirs.partition(".")[0]
         if theirs in _REPLACED and not self._is_installed(package):

@@ -152,6 +152,7 @@ def defer_torch_compile() -> None:
     after_import("torch._dynamo", _direct_calls.end)
     after_import("torch._compile", _defer_in_disable)
     after_import("torch.optim.optimizer", _defer_in_step)
+    after_import("torch.autograd", _defer_in_make_grads)
 
 
 def _defer_in_disable(module: Any) -> None:
@@ -196,3 +197,33 @@ def _defer_in_step(module: Any) -> None:
         return run
 
     module._use_grad_for_differentiable = decorate
+
+
+def _defer_in_make_grads(module: Any) -> None:
+    """A backward from given gradients imports sympy to compare their shapes with the outputs',
+    which need it only while something is compiled."""
+    original = getattr(module, "_make_grads", None)
+    if original is None:  # another version of torch
+        return
+
+    @functools.wraps(original)
+    def make_grads(outputs: Any, grads: Any, is_grads_batched: bool) -> Any:
+        fit = len(outputs) == len(grads) and all(map(_fits, outputs, grads))
+        if is_grads_batched or not fit:
+            return original(outputs, grads, is_grads_batched)
+        return tuple(grads)
+
+    module._make_grads = make_grads
+    after_import(
+        "torch.fx.experimental.symbolic_shapes",
+        lambda _: setattr(module, "_make_grads", original),
+    )
+
+
+def _fits(output: Any, grad: Any) -> bool:
+    """Whether this is certainly a gradient for an output, and not a wrong or an uncommon one."""
+    return (
+        all(hasattr(each, "is_nested") and not each.is_nested for each in (output, grad))
+        and output.shape == grad.shape
+        and output.is_complex() == grad.is_complex()
+    )
