@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import components
 import slurm
-from launching import LAUNCHER_VARIABLES
+from launching import LAUNCHER_VARIABLES, free_port
 from machine import machine
 
 LIMIT = 25.0
@@ -213,9 +212,7 @@ exit $((a > b ? a : b))
 
 
 def _bare() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 

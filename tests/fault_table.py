@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import LAUNCHER_VARIABLES
+from launching import LAUNCHER_VARIABLES, free_port
 from machine import machine
 
 LIMIT = 90.0
@@ -156,9 +156,7 @@ def run(fault: str, door: str, launcher: str, folder: Path) -> Row:
 
 
 def _places() -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [told | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 

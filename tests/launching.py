@@ -56,11 +56,21 @@ def wait_until(condition: Callable[[], object], seconds: float = 30, message: st
         time.sleep(0.01)
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port of this host's loopback interface that nobody has at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of this host's loopback interface, kept for the test as long as this process runs.
+
+    A socket is bound to it and does not listen. So the system gives the port to nobody else, and
+    those who name it can listen there: like all who listen, they set SO_REUSEADDR.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held.append(held)
+    port: int = held.getsockname()[1]
+    return port
 
 
 class Launch:

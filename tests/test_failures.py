@@ -27,7 +27,7 @@ from instep.distributed.watchdog.hub.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.process.exit_status import describe_exit, format_failure, rank_ranges, shell_exit_code
 from instep.process.procfs import exit_code
-from launching import LAUNCHER_VARIABLES
+from launching import LAUNCHER_VARIABLES, free_port
 from slurm import Slurm
 
 
@@ -227,9 +227,7 @@ def test_an_unedited_rank_that_fails_under_another_launcher_is_named(
     tmp_path: Path, end: str, failing: str, what: str, last: str
 ) -> None:
     (tmp_path / "train.py").write_text(UNEDITED.format(end=end, failing=failing))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
@@ -384,10 +382,9 @@ def launcher_of(folder: Path, script: str, **variables: str) -> subprocess.Popen
     """A launcher of two ranks of this script, which waits for its standard input to end."""
     (folder / "train.py").write_text(script)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHES, port], cwd=folder, env=environ | variables, text=True,
+        [sys.executable, "-c", LAUNCHES, str(free_port())],
+        cwd=folder, env=environ | variables, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from instep.unedited.files import os_functions
 from instep.unedited.files.layers.layer import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
+from launching import free_port
 from library_stand_ins import plain_write
 from ranks_in_turn import all_patches, another_rank, check_on_every_rank
 from test_overlay import read, tree, write
@@ -523,9 +524,7 @@ def test_each_rank_has_a_server_of_its_own_at_a_port(
     rank0_and_rank1: tuple[Rank0Files, OverlayFiles], tmp_path: Path
 ) -> None:
     (tmp_path / "rank1").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     running = []
     for files in rank0_and_rank1:
         with all_patches(files):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from instep.distributed.watchdog.signals.signal_coordinator import (
     JobSignal,
     SignalCoordinator,
 )
-from launching import LAUNCHER_VARIABLES, Launch
+from launching import LAUNCHER_VARIABLES, Launch, free_port
 
 TRAINING = """
 import signal, sys, time, torch
@@ -208,9 +207,7 @@ def test_an_interrupt_in_the_last_line_is_not_lost(launch: Launch) -> None:
 def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
     """Without `instep run`: a launcher may interrupt them one after the other."""
     path = script(launch, **TWO_LINES)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(

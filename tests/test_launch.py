@@ -12,13 +12,12 @@ import pytest
 
 import instep
 from instep import cli
-from instep.distributed.rendezvous.listening import bind
 from instep.errors import CommandLineError
 from instep.launch import default_ranks
 from instep.launch.job import Job
 from instep.launch.ranks.rank_variables import threads_per_rank
 from instep.process import procfs
-from launching import Launch
+from launching import Launch, free_port
 from test_stalls import read_until
 
 pytestmark = pytest.mark.launch
@@ -152,8 +151,7 @@ def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> 
 )
 def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: str) -> None:
     """Rank 0 listened on the socket of `instep run`, whatever the script said; rank 1 did not."""
-    held = bind("127.0.0.1")  # until the end, so that nobody else is given it
-    port = held.getsockname()[1]
+    port = free_port()
     script = launch.script(f"""
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="{port}")
         import socket
@@ -171,7 +169,6 @@ def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: st
         dist.destroy_process_group()
     """)
     ended = launch.run_forked("-n", 2, script, environ={"INSTEP_TIMEOUT": "20"})
-    held.close()
     assert ended.returncode == 0, ended.stderr
     assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 

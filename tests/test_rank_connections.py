@@ -19,6 +19,7 @@ from instep.errors import (
     RendezvousError,
 )
 from instep.process.failures.tracebacks import is_caused_by_another_rank
+from launching import free_port
 
 HOSTNAME = re.escape(socket.gethostname())
 
@@ -124,8 +125,7 @@ def listener_of(rank, port):
 def test_a_host_that_refuses_a_connection_is_named_with_its_address(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     store.set("listener/1", listener_of(9, port))
     why = rf"rank 7 on {HOSTNAME} cannot connect to rank 9 on there at 127.0.0.1 port {port} "
     with pytest.raises(RendezvousError, match=rf"{why}\(Connection refused\)\. .* any TCP port"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
 from instep.process.failures.record import Failure
 from instep.training.checkpoint.resume_point import ResumePoint
-from launching import Launch
+from launching import Launch, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -197,8 +196,7 @@ def test_a_job_that_saved_and_wants_to_be_queued_again_says_so_by_its_code(launc
 
 def test_the_other_hosts_go_on_when_one_is_lost(launch: Launch) -> None:
     script = launch.script(f"{RESUMES}\n    if not restarts: forever()")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        master = f"127.0.0.1:{free.getsockname()[1]}"
+    master = f"127.0.0.1:{free_port()}"
 
     def start(node: int) -> AbstractContextManager[subprocess.Popen[str]]:
         where = ["--nnodes", 2, "--node-rank", node, "--master", master]

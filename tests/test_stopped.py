@@ -18,7 +18,7 @@ from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.progress_checks import ProgressChecks
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
-from launching import Launch
+from launching import Launch, free_port
 
 pytestmark = pytest.mark.launch
 
@@ -37,8 +37,7 @@ def test_a_stopped_supervisor_is_not_waited_for_without_end(launch: Launch, fail
         meeting.wait_for(1)
         sys.exit(3 if {fails} and rank == 0 else 0)
     """)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        master = f"127.0.0.1:{free.getsockname()[1]}"
+    master = f"127.0.0.1:{free_port()}"
 
     def start(node: int, seconds: int) -> AbstractContextManager[subprocess.Popen[str]]:
         where = ["--nnodes", 2, "--node-rank", node, "--master", master]
