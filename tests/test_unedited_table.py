@@ -92,7 +92,7 @@ def test_all_cases_run_where_none_is_named_and_the_pages_are_written(tmp_path, m
         return unedited_table.Result(case.stem, "a case", "")
 
     monkeypatch.setattr(unedited_table, "compare", compare)
-    monkeypatch.setattr(unedited_table, "write", lambda rows, docs: written.append(sorted(rows)))
+    monkeypatch.setattr(unedited_table, "write", lambda rows, *_: written.append(sorted(rows)))
     file = tmp_path / "table.json"
     monkeypatch.setattr("sys.argv", ["unedited_table.py", "--json", str(file), "--docs"])
     unedited_table.main()
