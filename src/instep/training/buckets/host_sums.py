@@ -57,7 +57,7 @@ class HostSums:
         )
 
     def state(self, grads: Sequence[Tensor]) -> SumState:
-        """This rank's."""
+        """The state of this rank."""
         is_strided = not all(grad.is_contiguous() for grad in grads)
         if self._memory is None:
             return SumState(is_strided)

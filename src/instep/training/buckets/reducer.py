@@ -171,7 +171,7 @@ class Reducer:
         return grad
 
     def finish(self, backward: BackwardState) -> None:
-        """It has ended: start the other buckets, wait, and write the sums into `.grad`."""
+        """The backward has ended: start the other buckets, wait, write the sums into `.grad`."""
         if backward.sync:
             self._sum_tables()
             self._add_accumulated()
