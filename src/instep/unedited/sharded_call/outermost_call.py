@@ -171,7 +171,10 @@ def _run_planned(
         is_new, plan = True, replace(plan, with_graphs=plan.with_graphs | graphs)
     if is_new or entry.is_sampled(plan):
         gradients = is_new or not plan.has_values
-        result = compare_traced(call, plan, entry.flow, group, gradients=gradients)
+        is_number_new = is_new and entry.values.has_first_change
+        result = compare_traced(
+            call, plan, entry.flow, group, gradients=gradients, is_number_new=is_number_new
+        )
         if graphs and result.why_whole and result.why_whole.text == USES_FOREIGN_LEAF:
             entry.last_compared = entry.calls - 1  # no call before this one could use these graphs
         return _conclude(entry, call.module, result)

@@ -20,11 +20,15 @@ from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.output_planner import OutputPlanner
 from instep.unedited.sharded_call.compare.probes.dependencies import (
     COUPLED,
+    depends_on_numbers,
     find_dependency,
     holds_for_zeros,
 )
 from instep.unedited.sharded_call.compare.probes.row_operations import RowOperations
-from instep.unedited.sharded_call.compare.probes.unused_reductions import depends_on_reductions
+from instep.unedited.sharded_call.compare.probes.unused_reductions import (
+    branch_by_all_rows,
+    depends_on_reductions,
+)
 from instep.unedited.sharded_call.compare.rounding import PERTURBATIONS, perturbed
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import DRAWS_OUTSIDE_TORCH, Snapshot
@@ -57,6 +61,7 @@ from instep.unedited.sharded_call.shards.shard_threads import next_sequence_numb
 
 USES_FOREIGN_LEAF = "its forward uses a tensor from outside that requires a gradient"
 _READS_FLOATS = "its forward reads a float from a tensor (as by item) that depends on the rows"
+_BY_NUMBERS = "its rows depend on each other where numbers among its arguments are others"
 _FLOAT_TOLERANCE = 1e-3
 _HAS_RUN, _HAS_OUTPUTS, _HAS_STATE, _HAS_GRADIENTS = range(1, 5)
 """How far a sharded call was the same as the whole one."""
@@ -81,6 +86,8 @@ class CallComparison:
         """How they were joined in earlier calls."""
         self.is_noisy = False
         """Whether earlier calls were the same only up to what rounding does to them."""
+        self.is_number_new = False
+        """Whether a number beside its rows has changed for the first time."""
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
@@ -203,6 +210,10 @@ class CallComparison:
             raise ShardedCallError(why)
         if is_first and depends_on_reductions(reference, plan, group, operations):
             raise ShardedCallError(COUPLED)
+        if is_first and (why := branch_by_all_rows(operations, group)):
+            raise ShardedCallError(why)
+        if self.is_number_new and depends_on_numbers(reference, plan, group):
+            raise ShardedCallError(_BY_NUMBERS)
         after.restore()  # what was computed since has left traces
         return plan, joined
 

@@ -189,11 +189,18 @@ def _readings(call: BoundCall, group: ShardGroup) -> list[BoundCall]:
 
 
 def verify_plan(
-    call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, gradients: bool
+    call: BoundCall,
+    plan: ShardingPlan,
+    group: ShardGroup,
+    *,
+    gradients: bool,
+    is_number_new: bool = False,
 ) -> CallResult:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
-    Collective."""
+
+    `is_number_new`: whether a number beside its rows has changed for the first time. Collective."""
     comparison, why = _begin(call.keeping(plan.kept), group)
+    comparison.is_number_new = is_number_new
     if why is None and on_any_rank(comparison.reference.forward.kept != plan.kept, group.transport):
         why = _KEEPS_TENSORS if comparison.reference.forward.begins_to_keep else None
         why = first_reason(why, group.transport)

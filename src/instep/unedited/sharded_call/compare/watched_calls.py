@@ -103,10 +103,11 @@ def compare_traced(
     group: ShardGroup,
     *,
     gradients: bool,
+    is_number_new: bool = False,
 ) -> CallResult:
     """As `verify_plan`, and remember the control flow if it is the same. Collective."""
     with flow.traced() as trace:
-        result = verify_plan(call, plan, group, gradients=gradients)
+        result = verify_plan(call, plan, group, gradients=gradients, is_number_new=is_number_new)
     if result.why_whole is None:
         learn(trace, flow, group)
     return result

@@ -45,6 +45,10 @@ class ArgumentValues:
     _texts: dict[_Key, set[str]] = field(default_factory=dict)
     _expressions: ArgumentExpressions | None = None
     """Of the forward; None until one of these values has changed."""
+    _changed: set[_Key] = field(default_factory=set)
+    """Those that have had another value than before."""
+    has_first_change: bool = False
+    """Whether one of them had another value for the first time in the last call."""
     are_of_objects: bool = False
     """Whether some are in objects of the script's, which may know the time: not the same on all
     ranks."""
@@ -53,6 +57,7 @@ class ArgumentValues:
         """Whether a call with these arguments is to be compared; `dims` are the dimensions of the
         rows, and `calls` is the number of this call."""
         values = dict(_values_of(call, dims))
+        self.has_first_change = False
         if repr(values) == repr(self._last):
             return False
         before, self._last = self._last, values
@@ -61,6 +66,9 @@ class ArgumentValues:
         is_new += [self._has_other(key, None, before, calls) for key in before.keys() - values]
         if not before:
             return any(is_new)
+        changed = {key for key in values.keys() & before if values[key] != before[key]}
+        self.has_first_change = any(not key[1] and key not in self._changed for key in changed)
+        self._changed |= changed
         named = _named(call)
         if self._expressions is None:
             self._expressions = ArgumentExpressions(call.parts, named)

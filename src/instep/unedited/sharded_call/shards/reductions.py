@@ -43,7 +43,8 @@ _DIMS = {
 SUMS = ("sum", "mean")
 CONDITIONS = ("any", "all")
 REDUCTIONS = tuple(_DIMS)
-OTHER_REDUCTIONS = tuple(name for name in _DIMS if name not in (*SUMS, *CONDITIONS))
+EXTREMES = ("max", "min", "amax", "amin")
+OTHER_REDUCTIONS = tuple(name for name in _DIMS if name not in (*SUMS, *CONDITIONS, *EXTREMES))
 _OWNERS = (torch, Tensor, torch.linalg)
 _LIBRARIES = frozenset(("torch", "instep"))
 

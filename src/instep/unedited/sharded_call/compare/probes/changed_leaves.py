@@ -65,6 +65,61 @@ def _one_of_each_row(leaf: Tensor, dim: int, generator: torch.Generator) -> Tens
     return kept.view(rows, *others).movedim(0, dim).to(leaf.device)
 
 
+def with_outliers(
+    call: BoundCall, dims: Sequence[int | None], seed: int, *, factor: float
+) -> BoundCall:
+    """The call with its first and its last row times a factor."""
+
+    def changed(leaf: Any, dim: int | None) -> Any:
+        if dim is None:
+            return leaf
+        if is_entries(leaf):
+            ends = (0, len(leaf) - 1)
+            return mapped(leaf, lambda x, k: _times(x, of_ends) if k in ends else x)
+        if isinstance(leaf, np.ndarray):
+            return mapped(leaf, lambda x, _: changed(x, dim))
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        other = leaf.detach().clone()
+        for row in (0, -1):
+            other.select(dim, row).mul_(of_ends)
+        return other
+
+    of_ends = factor * (8 - seed) / 8
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([changed(leaf, dim) for leaf, dim in pairs])
+
+
+def with_other_numbers(
+    call: BoundCall, dims: Sequence[int | None], seed: int, *, factor: float
+) -> BoundCall:
+    """The call with other numbers than those that it gets beside rows; of zeros, with the factor
+    itself."""
+    by = factor * (8 - seed) / 8
+
+    def changed(leaf: Any, dim: int | None) -> Any:
+        if isinstance(leaf, bool | np.bool_) or dim is not None:
+            return leaf
+        if isinstance(leaf, int | np.integer):
+            return type(leaf)(leaf * int(by) or int(by)) if abs(by) >= 1 else leaf
+        if isinstance(leaf, float | np.floating):
+            return type(leaf)(leaf * by or by)
+        if is_column(leaf):
+            return type(leaf)(changed(each, None) for each in leaf)
+        if isinstance(leaf, np.ndarray):
+            return mapped(leaf, lambda x, _: changed(x, None))
+        if not isinstance(leaf, Tensor) or leaf.requires_grad or not leaf.is_floating_point():
+            return leaf
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+            return leaf
+        return (leaf * by).masked_fill(leaf == 0, by)
+
+    pairs = zip(call.leaves, dims, strict=True)
+    return call.with_leaves([changed(leaf, dim) for leaf, dim in pairs])
+
+
 def with_one_label(call: BoundCall, dims: Sequence[int | None], row: int) -> BoundCall:
     """The call with the whole number of this row in all rows, where rows have one each."""
     pairs = zip(call.leaves, dims, strict=True)

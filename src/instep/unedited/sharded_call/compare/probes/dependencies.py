@@ -24,7 +24,9 @@ from instep.unedited.sharded_call.compare.probes.changed_leaves import (
     with_large_labels,
     with_nan,
     with_one_label,
+    with_other_numbers,
     with_other_values,
+    with_outliers,
     with_small_labels,
     zeroed,
 )
@@ -54,6 +56,10 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 _FACTORS = ((8.0, -8.0), (8.0, 0.125))
 """By which floats of one row after the other are multiplied; the second where the first ones prove
 nothing."""
+_OUTLIERS = (2.0**16, -(2.0**16))
+"""By which floats of two rows are multiplied."""
+_NUMBERS = (8.0, -8.0)
+"""By which numbers beside rows are multiplied."""
 _OF_NAN = frozenset(("isnan", "isfinite", "isinf", "nan_to_num", "nanmean", "nansum", "nanmedian"))
 
 _Change = Callable[[BoundCall, Sequence[int | None], int], BoundCall]
@@ -132,6 +138,10 @@ def find_dependency(
             break
     if found:
         return found
+    for factor in _OUTLIERS:
+        others = (with_outliers(call, dims, seed, factor=factor) for seed in range(2))
+        if _find_difference(reference, plan, group, others, error=_error_of_rows) == COUPLED:
+            return COUPLED
     kinds: list[tuple[tuple[int, int], list[_Change]]] = [
         ((0, -1), [with_one_label]),
         ((0, 1), [with_large_labels, with_all_labels]),  # large ones may be out of range
@@ -151,18 +161,37 @@ def find_dependency(
     return ""
 
 
+def depends_on_numbers(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> bool:
+    """Whether by this plan the outputs are clearly others where the call gets other numbers beside
+    its rows: a weight of what goes over the rows may be zero still. As `find_dependency`."""
+    if is_compiled(reference.call.parts):
+        return False
+    call, dims = reference.call, plan.division.dims
+    return any(
+        _find_difference(
+            reference,
+            plan,
+            group,
+            (with_other_numbers(call, dims, seed, factor=factor) for seed in range(2)),
+        )
+        == COUPLED
+        for factor in _NUMBERS
+    )
+
+
 def _find_difference(
     reference: Reference,
     plan: ShardingPlan,
     group: ShardGroup,
     others: Iterator[BoundCall],
     operations: RowOperations | None = None,
+    error: _Error = finite_error,
 ) -> str | None:
     """As `find_dependency`, for the first of these calls; the next one confirms that rows depend on
     each other. None where it proves nothing. Collective."""
-    found = _try_other(next(others), reference, plan, group, operations)
+    found = _try_other(next(others), reference, plan, group, operations, error)
     if found == COUPLED:
-        found = _try_other(next(others), reference, plan, group) or ""
+        found = _try_other(next(others), reference, plan, group, None, error) or ""
     return found
 
 
@@ -171,7 +200,8 @@ def _try_other(
     reference: Reference,
     plan: ShardingPlan,
     group: ShardGroup,
-    operations: RowOperations | None = None,
+    operations: RowOperations | None,
+    error: _Error,
 ) -> str | None:
     call = reference.call
     if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
@@ -179,7 +209,7 @@ def _try_other(
     with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
         found, _ = attempt(
             lambda checked: _probe(
-                other, reference, plan, replace(group, transport=checked), operations
+                other, reference, plan, replace(group, transport=checked), operations, error
             ),
             group.transport,
             checks_indices=call.is_on_accelerator,
@@ -197,6 +227,7 @@ def _probe(
     plan: ShardingPlan,
     group: ShardGroup,
     operations: RowOperations | None,
+    error_of: _Error,
 ) -> str | None:
     """Say in what outputs differ by more than rounding; None if none of them is finite.
 
@@ -227,7 +258,9 @@ def _probe(
     errors = {}
     for k, parts, how, whole in outputs:
         joined = as_plain(join_output(detached(parts), how, region))
-        if whole.is_floating_point() and (error := finite_error(joined, whole)) is not None:
+        if not whole.is_floating_point():
+            continue
+        if (error := _measure(error_of, joined, whole, how)) is not None:
             errors[k] = error
     if not errors:
         return None
@@ -240,9 +273,34 @@ def _probe(
         reference.before.restore()
         with perturbed(call.module, seed):
             again = leaves_of(run_whole(call))
-        noises = {k: finite_error(again[k], wholes[k]) or 0.0 for k in far}
+        noises = {k: _measure(error_of, again[k], wholes[k], plan.outputs[k]) or 0.0 for k in far}
         far = {k: error for k, error in far.items() if error > NOISE_FACTOR * noises[k]}
     return COUPLED if far else ""
+
+
+_Error = Callable[[Tensor, Tensor], float | None]
+"""How far an output is off; with rows these are in the first dimension."""
+
+
+def _measure(error: _Error, actual: Tensor, whole: Tensor, how: OutputPlan) -> float | None:
+    if how.placement != "shard":
+        return finite_error(actual, whole)
+    return error(actual.movedim(how.dim, 0), whole.movedim(how.dim, 0))
+
+
+def _error_of_rows(actual: Tensor, whole: Tensor) -> float | None:
+    """How far the row is off that is farthest: relative to its own norm, or to that of most."""
+    if actual.shape != whole.shape or not len(whole):
+        return finite_error(actual, whole)
+    own, other = actual.reshape(len(whole), -1).double(), whole.reshape(len(whole), -1).double()
+    finite = (own.isfinite() & other.isfinite()).all(1)
+    if not finite.any():
+        return None
+    norms = other[finite].norm(dim=1)
+    floors = norms.clamp(min=float(norms.median()))
+    differences = (own - other)[finite].norm(dim=1)
+    ratios = torch.where(differences > 0, differences / floors, 0.0)
+    return float(ratios.max())
 
 
 def _fits(part: Tensor, whole: Tensor, how: OutputPlan, block: Block) -> bool:

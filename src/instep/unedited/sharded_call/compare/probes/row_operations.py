@@ -7,41 +7,26 @@ part of the batch: the dimension of the rows is gone, or there are two of them, 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from instep.process import frames_from
-from instep.process.torch_private.dispatch import KernelMode
 from instep.process.torch_private.tensors import tree_leaves, tree_map_only
-from instep.unedited.sharded_call.shards.reductions import (
-    REDUCTIONS,
-    ReductionCall,
-    replaced_reductions,
+from instep.unedited.sharded_call.compare.probes.row_wide_values import RowWideValues
+from instep.unedited.sharded_call.compare.probes.seen_operations import (
+    OperationPlace,
+    OperationsSeen,
+    SeenOperation,
 )
+from instep.unedited.sharded_call.compare.rounding import LEAST_ERROR, finite_error
+from instep.unedited.sharded_call.shards.reductions import Place as ReductionPlace
+from instep.unedited.sharded_call.shards.reductions import ReductionCall
 
-_Place = tuple[str, str, int, int]
-"""An operation, and where the script, or a library other than torch, calls what computes it."""
-_Answer = Callable[[_Place, Any, Any], Any]
-"""Gets the place of an operation, its arguments and its result, and returns what is its result."""
-_CALLS = "instep.unedited.sharded_call.plan.bound_call"
-"""Instep's module that calls the script's outermost one."""
-_PASSED = frozenset(
-    (
-        "instep.process.patching",
-        "instep.unedited.sharded_call.modules",
-        "instep.unedited.sharded_call.own_forward",
-        "instep.unedited.sharded_call.shards.reductions",
-    )
-)
-"""Those that call torch's modules and functions as the script does."""
 _SUMS = frozenset(
     f"aten::{name}" for name in ("sum", "mean", "dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm")
 )
@@ -64,6 +49,10 @@ _MOVING = frozenset(
 )
 """Operations that choose elements. How many may depend on what is in the rows, and may be as many
 in a part of the batch."""
+
+
+_ONE_ROW = frozenset(f"aten::{name}" for name in ("select", "slice"))
+"""Views that may be of a few rows, as many of a part of the batch."""
 
 
 class _Call(NamedTuple):
@@ -116,8 +105,14 @@ class RowOperations:
     """
 
     def __init__(self) -> None:
-        self._whole: dict[_Place, list[_Call]] = {}
-        self._part: dict[_Place, list[_Call]] = {}
+        self._whole: dict[OperationPlace, list[_Call]] = {}
+        self._part: dict[OperationPlace, list[_Call]] = {}
+        self._lengths: dict[ReductionPlace, set[int]] = {}
+        """Over how many rows the script's own reductions go in the whole forward."""
+        self._mixing: set[tuple[OperationPlace, int]] = set()
+        """The operations that keep the rows, and of which a row depends on others."""
+        self.values = RowWideValues()
+        """What a part's forward computes from such operations."""
         self.are_known = False
         """Whether both forwards have come to their ends."""
 
@@ -127,14 +122,57 @@ class RowOperations:
         found = self._whole if of_whole else self._part
         found.clear()
         self.are_known = False
+        if of_whole:
+            self._lengths.clear()
+        else:
+            self._mixing.clear()
+            self.values = RowWideValues()
 
-        def note(place: _Place, args: Any, result: Any) -> Any:
-            found.setdefault(place, []).append(_Call.of(args, result))
-            return result
+        def note(seen: SeenOperation) -> Any:
+            name, *_ = seen.place
+            if not of_whole:
+                self.values.note_operation(seen)
+            if not seen.is_in_place and (not seen.is_view or name in _ONE_ROW):
+                calls = found.setdefault(seen.place, [])
+                calls.append(_Call.of(seen.args, seen.result))
+                if not of_whole:
+                    self._note_kind(seen, len(calls) - 1)
+            return seen.result
 
-        with _Operations(note).enabled():
+        def note_reduction(call: ReductionCall, result: Any) -> None:
+            lengths = self._lengths.setdefault(call.place, set())
+            if of_whole:
+                lengths.add(len(call.tensor))
+            elif lengths and len(call.tensor) not in lengths:
+                self.values.add(result)
+
+        sizes = nullcontext() if of_whole else self.values.reading_sizes()
+        with OperationsSeen(note, note_reduction).enabled(), sizes:
             yield
         self.are_known = not of_whole
+
+    def _note_kind(self, seen: SeenOperation, k: int) -> None:
+        """Note what follows from an operation of a part's forward, the k-th at its place."""
+        wholes = self._whole.get(seen.place, [])
+        if k >= len(wholes):
+            return
+        part = self._part[seen.place][k]
+        given = _row_dims(wholes[k].given, part.given)
+        returned = _row_dims(wholes[k].returned, part.returned)
+        name, *_ = seen.place
+        if not any(given) or seen.is_view:
+            return
+        self.values.note_choice(seen)
+        if not (name in _MOVING or any(returned)):
+            self.values.add(seen.result)
+            if isinstance(seen.result, bool):  # of `torch.equal`
+                self.values.note_read(seen.frame)
+        elif (
+            name not in _MOVING
+            and max(map(len, given)) == max(map(len, returned)) == 1
+            and _mixes_rows(seen, given, returned)
+        ):
+            self._mixing.add((seen.place, k))
 
     def kinds(self) -> set[OperationKind]:
         """The kinds of which there are any."""
@@ -145,19 +183,22 @@ class RowOperations:
     def scaled(self, kind: OperationKind, factor: float, rows: int) -> Iterator[None]:
         """Inside, in the forward of a part with so many rows, what operations of this kind return
         is multiplied, and truth values are the other way round: for two rows, not for one."""
-        counts: Counter[_Place] = Counter()
+        counts: Counter[OperationPlace] = Counter()
 
-        def scale(place: _Place, args: Any, result: Any) -> Any:
+        def scale(seen: SeenOperation) -> Any:
+            place = seen.place
+            if seen.is_in_place or (seen.is_view and place[0] not in _ONE_ROW):
+                return seen.result
             own, dims = self._kind(place, counts[place])
             counts[place] += 1
             if own is not kind:
-                return result
-            return tree_map_only(Tensor, lambda x: _scaled(x, factor, dims, rows), result)
+                return seen.result
+            return tree_map_only(Tensor, lambda x: _scaled(x, factor, dims, rows), seen.result)
 
-        with _Operations(scale).enabled():
+        with OperationsSeen(scale).enabled():
             yield
 
-    def _kind(self, place: _Place, k: int) -> tuple[OperationKind | None, list[int]]:
+    def _kind(self, place: OperationPlace, k: int) -> tuple[OperationKind | None, list[int]]:
         """The kind of the k-th operation at this place, and the dimensions of two rows of what it
         returns for each two of them."""
         wholes, parts = self._whole.get(place, []), self._part.get(place, [])
@@ -173,66 +214,59 @@ class RowOperations:
             return OperationKind.PAIRS, pairs
         name, *_ = place
         is_along = name in _ALONG and part.dim_argument() in given[0]
+        is_along |= (place, k) in self._mixing
         if is_along or not (name in _MOVING or any(returned)):
             return OperationKind.SUM if name in _SUMS else OperationKind.REDUCTION, []
         return None, []
 
 
-class _Operations(KernelMode):
-    """A mode in which a function gets the result of each operation."""
-
-    def __init__(self, answer: _Answer) -> None:
-        super().__init__()
-        self._answer = answer
-        self._is_ignored = False
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Inside, operations on this thread are seen."""
-        with replaced_reductions(self._ignored, REDUCTIONS), self:
-            yield
-
-    def _ignored(self, call: ReductionCall) -> Any:
-        if not call.is_over_first_dim():
-            return NotImplemented
-        before, self._is_ignored = self._is_ignored, True
+def _mixes_rows(seen: SeenOperation, given: list[list[int]], returned: list[list[int]]) -> bool:
+    """Whether one half of the rows that an operation returns is another if the other half of those
+    that it is given is."""
+    if torch.Tag.nondeterministic_seeded in seen.func.tags:
+        return False
+    results = [x for x in tree_leaves(seen.result) if isinstance(x, Tensor)]
+    for is_first in (False, True):
         try:
-            return call.run()
-        finally:
-            self._is_ignored = before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(kind is not Tensor for kind in types):  # what these make of it is seen then
-            return NotImplemented
-        result = func(*args, **kwargs)
-        schema: Any = getattr(func, "_schema", None)  # there are operations without one
-        if self._is_ignored or schema is None or _is_view_or_in_place(schema):
-            return result
-        place = _place_of(sys._getframe(1))
-        return result if place is None else self._answer((schema.name, *place), args, result)
+            others = _with_changed_half(seen, given, is_first)
+        except RuntimeError:  # of what such numbers do not allow
+            return False
+        if any(
+            one.shape == other.shape and _has_other_half(one, other, dims[0], not is_first)
+            for one, other, dims in zip(results, others, returned, strict=False)
+            if dims
+        ):
+            return True
+    return False
 
 
-def _is_view_or_in_place(schema: Any) -> bool:
-    """Whether what an operation returns shares memory with what it is given."""
-    return any(each.alias_info is not None for each in schema.returns)
+def _with_changed_half(seen: SeenOperation, given: list[list[int]], is_first: bool) -> list[Tensor]:
+    """What an operation returns if it is given other floats in one half of the rows."""
+    dims = iter(given)
+    args = tree_map_only(Tensor, lambda x: _with_other_half(x, next(dims), is_first), seen.args)
+    return [x for x in tree_leaves(seen.func(*args, **seen.kwargs)) if isinstance(x, Tensor)]
 
 
-def _place_of(frame: FrameType | None) -> tuple[str, int, int] | None:
-    """Where the code that is neither torch's nor instep's is, from this frame on outwards; None
-    where a function of instep's computes what goes over all ranks."""
-    for each in frames_from(frame):
-        name = each.f_globals.get("__name__", "")
-        if name == _CALLS:
-            break
-        owner = name.partition(".")[0]
-        if owner == "instep" and name not in _PASSED:
-            return None
-        if owner not in ("torch", "instep"):
-            return each.f_code.co_filename, each.f_code.co_firstlineno, each.f_lasti
-    return "", 0, 0
+def _with_other_half(x: Tensor, dims: list[int], is_first: bool) -> Tensor:
+    """These floats with others in one half of the rows."""
+    if not (dims and x.is_floating_point()):
+        return x
+    x = x.detach()
+    half, other = _half(x, dims[0], is_first), _half(x, dims[0], not is_first)
+    changed = 3 * half + 1
+    return torch.cat((changed, other) if is_first else (other, changed), dims[0])
+
+
+def _half(x: Tensor, dim: int, is_first: bool) -> Tensor:
+    count = x.shape[dim] // 2
+    return x.narrow(dim, 0, count) if is_first else x.narrow(dim, count, x.shape[dim] - count)
+
+
+def _has_other_half(one: Tensor, other: Tensor, dim: int, is_first: bool) -> bool:
+    if not one.is_floating_point():
+        return False
+    error = finite_error(_half(other, dim, is_first), _half(one, dim, is_first))
+    return error is not None and error > LEAST_ERROR
 
 
 def _row_dims(wholes: list[torch.Size], parts: list[torch.Size]) -> list[list[int]]:

@@ -42,6 +42,7 @@ from instep.unedited.sharded_call.run.argument_writes import run_whole
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.shards.reductions import (
     CONDITIONS,
+    EXTREMES,
     OTHER_REDUCTIONS,
     SUMS,
     Place,
@@ -75,22 +76,34 @@ def depends_on_reductions(
     forward, transport = reference.forward, group.transport
     lengths = forward.reduction_lengths
     forwards = _ScaledForwards(reference, plan, group)
-    named = [(OTHER_REDUCTIONS, lengths), (CONDITIONS, lengths)]
-    named += [(SUMS, forward.sum_lengths)] if has_own_sums else []
+    any_size = _FACTORS + _NAN
+    # Of a softmax of which the largest value is subtracted nothing is left with NaN.
+    named = [(OTHER_REDUCTIONS, lengths, any_size), (EXTREMES, lengths, _FACTORS)]
+    named += [(CONDITIONS, lengths, _FACTORS)]
+    named += [(SUMS, forward.sum_lengths, any_size)] if has_own_sums else []
     if any(
-        forwards.finds_dependency(partial(_scaled_calls, names, of_names), _FACTORS, of_names)
-        for names, of_names in named
+        forwards.finds_dependency(partial(_scaled_calls, names, of_names), factors, of_names)
+        for names, of_names, factors in named
     ):
         return True
     if on_any_rank(not operations.are_known, transport):
         forwards.note(operations)
     kinds = [kind for kind in OperationKind if not (plan.has_reductions and kind.is_sum)]
-    found, factors = operations.kinds(), _FACTORS + _NAN
+    found = operations.kinds()
     return any(
-        forwards.finds_dependency(scale, factors, kind in found)
+        forwards.finds_dependency(scale, any_size, kind in found)
         for kind in kinds
         for scale in [partial(_scaled_operations, operations, kind)]
     )
+
+
+def branch_by_all_rows(operations: RowOperations, group: ShardGroup) -> str:
+    """Say that the forward whose operations these are takes a branch by a value of all rows; "" if
+    not. Collective."""
+    place = operations.values.first_branch() if operations.are_known else ""
+    if not on_any_rank(bool(place), group.transport):
+        return ""
+    return f"it takes a branch by a value of the whole batch{place and f' ({place})'}"
 
 
 _HasRows = Callable[[], bool]
