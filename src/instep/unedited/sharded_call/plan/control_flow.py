@@ -197,10 +197,11 @@ class ForwardTrace:
         place_of = attrgetter("f_lasti" if branches.by_opcode else "f_lineno")
 
         def trace_place(frame: FrameType, event: str, arg: Any) -> Any:
-            add(place := place_of(frame))
+            place = place_of(frame)
             is_new = place in branches.left and place not in earlier
             if self._stops and is_new and not _is_called_by_python(frame):
                 raise NewBranch
+            add(place)
             return trace_place
 
         return trace_place
