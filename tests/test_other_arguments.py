@@ -249,6 +249,26 @@ def test_lengths_of_which_all_parts_have_the_same_largest_are_tried(dtype: torch
     assert_same_whole(Imputing(lambda x, lengths: x / lengths.max()), calls)
 
 
+def carried(x: Tensor, weight: Any) -> Tensor:
+    found = [x[0]]
+    for row in x[1:]:
+        found.append(row + max(0.0, float(weight) - 0.37) * found[-1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@ranks(2)
+def test_a_number_that_grows_slowly_is_tried_with_other_values(count: int) -> None:
+    """No comparison is due between the call in which it makes a difference and the next ones."""
+    numbers = [0.3 + 0.01 * k for k in range(14)]
+    calls = [
+        (rows(seed=k), torch.tensor([number] * count) if count else number)
+        for k, number in enumerate(numbers)
+    ]
+    function = carried if not count else lambda x, weights: carried(x, weights[1])
+    assert_same(With(function), calls, sharded=0)
+
+
 def weighted(x: Tensor, labels: Tensor) -> Tensor:
     counts = torch.bincount(labels, minlength=10)
     return x * torch.where(labels > 4, counts[labels], 1)[:, None]

@@ -32,6 +32,23 @@ WHOLE: dict[str, Function] = {
         x * x.norm(dim=1).min().clamp(1e-3, 1e-3) * 1e3 + torch.relu(x.norm(dim=1).min() - 60)
     ),
 }
+
+
+def averaged_up_to(x: Tensor) -> Tensor:
+    mean, rows = torch.zeros_like(x[0]), []
+    for row in x:
+        mean = 0.9 * mean + row
+        rows.append(row * (4000 / mean.norm()).clamp(max=1))
+    return torch.stack(rows)
+
+
+ONE_ROW: dict[str, Function] = {
+    "the first": lambda x: x * (400 / x[0].norm()).clamp(max=1),
+    "the last": lambda x: x + (x[-1:].norm() - 400).relu(),
+    "a gate": lambda x: x - x[0] * (x.abs().mean() - 40).relu(),
+    "by its number": lambda x: x + (x.index_select(0, torch.zeros(1).long()).norm() - 400).relu(),
+    "a loop": averaged_up_to,
+}
 IN_TORCH: dict[str, Function] = {
     "normalize": lambda x: x + functional.normalize(x, dim=0) * functional.relu(x.abs() - 60),
     "softmax": lambda x: x + functional.softmax(x, dim=0) * functional.relu(x.abs() - 60),
@@ -40,6 +57,8 @@ IN_TORCH: dict[str, Function] = {
     "total norm": lambda x: (
         x * (400 / nn.utils.get_total_norm([x.detach()])).clamp(max=1)  # type: ignore[no-untyped-call]
     ),
+    "cumulative": lambda x: x + functional.relu(x.abs().logcumsumexp(0) - 80),
+    "along the rows": lambda x: x + functional.relu(torch.fft.rfft(x, dim=0).abs().amax() - 4000),
     "a loss of triplets": lambda x: (
         x + functional.triplet_margin_with_distance_loss(x, torch.zeros_like(x), x + 15)
     ),
@@ -71,6 +90,11 @@ DIVIDED: dict[str, Function] = {
     "a shift": lambda x: (x - x.max()).softmax(1),
     "a sum as a product": lambda x: torch.dot(x.flatten(), x.flatten().tanh()),
     "products with itself": lambda x: x + functional.relu((x @ x.T).diagonal() - 3000)[:, None],
+    "a row in place": lambda x: x.clone().index_fill_(0, torch.tensor([], dtype=torch.long), 0.0),
+    "rows in one dimension with others": lambda x: (
+        x.view(-1, 4, 4).transpose(0, 1).reshape(-1, 4).tanh().view(4, -1, 4).sum(0).repeat(1, 4)
+    ),
+    "sorted and back": lambda x: x[x[:, 0].argsort()][x[:, 0].argsort().argsort()],
     "heads": lambda x: (x.view(-1, 4, 4) @ x.view(-1, 4, 4).mT).softmax(-1).flatten(1) + x,
     "rows of their own": lambda x: x / x.amax(1, keepdim=True) + x.std(1, keepdim=True),
 }
@@ -103,10 +127,10 @@ def _train(function: Function) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", WHOLE | IN_TORCH | PAIRS)
+@pytest.mark.parametrize("name", WHOLE | IN_TORCH | PAIRS | ONE_ROW)
 def test_a_reduction_that_makes_a_difference_later_is_over_the_whole_batch(name: str) -> None:
     with sharding():
-        _train((WHOLE | IN_TORCH | PAIRS)[name])
+        _train((WHOLE | IN_TORCH | PAIRS | ONE_ROW)[name])
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 6)
 
 

@@ -40,6 +40,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     output_tolerance,
     perturbed,
 )
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.whole.reference import Reference
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.control_flow import probe_flow
@@ -206,7 +207,7 @@ def _try_other(
     call = reference.call
     if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
         return None
-    with probe_flow() as is_other, torch.no_grad(), autocast_cache_off():
+    with trial_forwards() as is_other:
         found, _ = attempt(
             lambda checked: _probe(
                 other, reference, plan, replace(group, transport=checked), operations, error
@@ -338,6 +339,15 @@ def detached(parts: Sequence[Any]) -> list[Any]:
         mapped(part, lambda x, _: x.detach()) if is_entries(part) else part.detach()
         for part in parts
     ]
+
+
+@contextmanager
+def trial_forwards() -> Iterator[Callable[[], bool]]:
+    """Inside, forwards are made that do not count, without gradients, and nothing is left of them;
+    yields whether they have come to a branch that no other one has taken."""
+    quiet = observed(is_silent=True, is_lasting_error=True)
+    with probe_flow() as is_other, torch.no_grad(), autocast_cache_off(), quiet:
+        yield is_other
 
 
 @contextmanager

@@ -169,6 +169,7 @@ class RowOperations:
                 self.values.note_read(seen.frame)
         elif (
             name not in _MOVING
+            and len(_row_lengths(part.given, given) | _row_lengths(part.returned, returned)) == 1
             and max(map(len, given)) == max(map(len, returned)) == 1
             and _mixes_rows(seen, given, returned)
         ):
@@ -277,6 +278,11 @@ def _row_dims(wholes: list[torch.Size], parts: list[torch.Size]) -> list[list[in
         [k for k, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
         for whole, part in zip(wholes, parts, strict=True)
     ]
+
+
+def _row_lengths(shapes: list[torch.Size], dims: list[list[int]]) -> set[int]:
+    """How long these dimensions are: rows may have become one dimension with others."""
+    return {shape[dim] for shape, own in zip(shapes, dims, strict=True) for dim in own}
 
 
 def _scaled(result: Tensor, factor: float, pair: list[int], rows: int) -> Tensor:
