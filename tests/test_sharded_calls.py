@@ -107,7 +107,8 @@ class CouplesLater(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         y = super().forward(input)
         self.__class__.calls += 1
-        return y - y.mean(0) * (self.calls > 10)
+        mean = torch.from_numpy(y.detach().numpy().mean(0) * np.float32(self.calls > 10))
+        return y - mean
 
 
 @ranks(2)

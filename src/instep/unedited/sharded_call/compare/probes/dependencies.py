@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,9 +140,11 @@ def find_dependency(
             break
     if found:
         return found
+    count = division.count_rows(call.leaves) or 0
     for factor in _OUTLIERS:
+        of_others = partial(_error_between_ends, count)
         others = (with_outliers(call, dims, seed, factor=factor) for seed in range(2))
-        if _find_difference(reference, plan, group, others, error=_error_of_rows) == COUPLED:
+        if _find_difference(reference, plan, group, others, error=of_others) == COUPLED:
             return COUPLED
     kinds: list[tuple[tuple[int, int], list[_Change]]] = [
         ((0, -1), [with_one_label]),
@@ -289,10 +292,15 @@ def _measure(error: _Error, actual: Tensor, whole: Tensor, how: OutputPlan) -> f
     return error(actual.movedim(how.dim, 0), whole.movedim(how.dim, 0))
 
 
-def _error_of_rows(actual: Tensor, whole: Tensor) -> float | None:
-    """How far the row is off that is farthest: relative to its own norm, or to that of most."""
-    if actual.shape != whole.shape or not len(whole):
+def _error_between_ends(count: int, actual: Tensor, whole: Tensor) -> float | None:
+    """How far the row is off that is farthest, of so many rows but for the first and the last one:
+    relative to its own norm, or to that of most."""
+    if actual.shape != whole.shape:
         return finite_error(actual, whole)
+    of_each = len(whole) // max(1, count)
+    actual, whole = (x[of_each : len(x) - of_each] for x in (actual, whole))
+    if not len(whole):
+        return None
     own, other = actual.reshape(len(whole), -1).double(), whole.reshape(len(whole), -1).double()
     finite = (own.isfinite() & other.isfinite()).all(1)
     if not finite.any():

@@ -45,10 +45,11 @@ _MOVING = frozenset(
         *("cat", "stack", "index", "index_select", "gather", "take", "masked_select", "nonzero"),
         *("index_put", "scatter", "slice_scatter", "select_scatter", "constant_pad_nd", "repeat"),
         *("_pack_padded_sequence", "_pad_packed_sequence", "embedding", "where", "masked_fill"),
+        *("_unsafe_view", "view_copy", "clone", "empty_like", "new_empty"),
     )
 )
-"""Operations that choose elements. How many may depend on what is in the rows, and may be as many
-in a part of the batch."""
+"""Operations that choose elements, give them another shape, or make room. How many may depend on what is in
+the rows, and may be as many in a part of the batch."""
 
 
 _ONE_ROW = frozenset(f"aten::{name}" for name in ("select", "slice"))
