@@ -65,7 +65,7 @@ def _one_of_each_row(leaf: Tensor, dim: int, generator: torch.Generator) -> Tens
     return kept.view(rows, *others).movedim(0, dim).to(leaf.device)
 
 
-def with_outliers(
+def with_large_ends(
     call: BoundCall, dims: Sequence[int | None], seed: int, *, factor: float
 ) -> BoundCall:
     """The call with its first and its last row times a factor."""

@@ -22,12 +22,12 @@ from instep.unedited.sharded_call.compare.probes.changed_leaves import (
     keep_half,
     mapped,
     with_all_labels,
+    with_large_ends,
     with_large_labels,
     with_nan,
     with_one_label,
     with_other_numbers,
     with_other_values,
-    with_outliers,
     with_small_labels,
     zeroed,
 )
@@ -58,7 +58,7 @@ from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 _FACTORS = ((8.0, -8.0), (8.0, 0.125))
 """By which floats of one row after the other are multiplied; the second where the first ones prove
 nothing."""
-_OUTLIERS = (2.0**16, -(2.0**16))
+_OF_ENDS = (2.0**16, -(2.0**16))
 """By which floats of two rows are multiplied."""
 _NUMBERS = (8.0, -8.0)
 """By which numbers beside rows are multiplied."""
@@ -141,9 +141,9 @@ def find_dependency(
     if found:
         return found
     count = division.count_rows(call.leaves) or 0
-    for factor in _OUTLIERS:
+    for factor in _OF_ENDS:
         of_others = partial(_error_between_ends, count)
-        others = (with_outliers(call, dims, seed, factor=factor) for seed in range(2))
+        others = (with_large_ends(call, dims, seed, factor=factor) for seed in range(2))
         if _find_difference(reference, plan, group, others, error=of_others) == COUPLED:
             return COUPLED
     kinds: list[tuple[tuple[int, int], list[_Change]]] = [
@@ -210,7 +210,7 @@ def _try_other(
     call = reference.call
     if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
         return None
-    with trial_forwards() as is_other:
+    with probe_forwards() as is_other:
         found, _ = attempt(
             lambda checked: _probe(
                 other, reference, plan, replace(group, transport=checked), operations, error
@@ -350,7 +350,7 @@ def detached(parts: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def trial_forwards() -> Iterator[Callable[[], bool]]:
+def probe_forwards() -> Iterator[Callable[[], bool]]:
     """Inside, forwards are made that do not count, without gradients, and nothing is left of them;
     yields whether they have come to a branch that no other one has taken."""
     quiet = observed(is_silent=True, is_lasting_error=True)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from instep.process.torch_private.tensors import tree_leaves, tree_map_only
-from instep.unedited.sharded_call.compare.probes.row_wide_values import RowWideValues
-from instep.unedited.sharded_call.compare.probes.seen_operations import (
+from instep.unedited.sharded_call.compare.probes.recorded_operations import (
     OperationPlace,
-    OperationsSeen,
-    SeenOperation,
+    OperationRecorder,
+    RecordedOperation,
 )
+from instep.unedited.sharded_call.compare.probes.row_wide_values import RowWideValues
 from instep.unedited.sharded_call.compare.rounding import LEAST_ERROR, finite_error
 from instep.unedited.sharded_call.shards.reductions import Place as ReductionPlace
 from instep.unedited.sharded_call.shards.reductions import ReductionCall
@@ -48,8 +48,8 @@ _MOVING = frozenset(
         *("_unsafe_view", "view_copy", "clone", "empty_like", "new_empty"),
     )
 )
-"""Operations that choose elements, give them another shape, or make room. How many may depend on what is in
-the rows, and may be as many in a part of the batch."""
+"""Operations that choose elements, give them another shape, or make room. How many may depend on
+what is in the rows, and may be as many in a part of the batch."""
 
 
 _ONE_ROW = frozenset(f"aten::{name}" for name in ("select", "slice"))
@@ -129,7 +129,7 @@ class RowOperations:
             self._mixing.clear()
             self.values = RowWideValues()
 
-        def note(seen: SeenOperation) -> Any:
+        def note(seen: RecordedOperation) -> Any:
             name, *_ = seen.place
             if not of_whole:
                 self.values.note_operation(seen)
@@ -148,11 +148,11 @@ class RowOperations:
                 self.values.add(result)
 
         sizes = nullcontext() if of_whole else self.values.reading_sizes()
-        with OperationsSeen(note, note_reduction).enabled(), sizes:
+        with OperationRecorder(note, note_reduction).enabled(), sizes:
             yield
         self.are_known = not of_whole
 
-    def _note_kind(self, seen: SeenOperation, k: int) -> None:
+    def _note_kind(self, seen: RecordedOperation, k: int) -> None:
         """Note what follows from an operation of a part's forward, the k-th at its place."""
         wholes = self._whole.get(seen.place, [])
         if k >= len(wholes):
@@ -187,7 +187,7 @@ class RowOperations:
         is multiplied, and truth values are the other way round: for two rows, not for one."""
         counts: Counter[OperationPlace] = Counter()
 
-        def scale(seen: SeenOperation) -> Any:
+        def scale(seen: RecordedOperation) -> Any:
             place = seen.place
             if seen.is_in_place or (seen.is_view and place[0] not in _ONE_ROW):
                 return seen.result
@@ -197,7 +197,7 @@ class RowOperations:
                 return seen.result
             return tree_map_only(Tensor, lambda x: _scaled(x, factor, dims, rows), seen.result)
 
-        with OperationsSeen(scale).enabled():
+        with OperationRecorder(scale).enabled():
             yield
 
     def _kind(self, place: OperationPlace, k: int) -> tuple[OperationKind | None, list[int]]:
@@ -222,7 +222,7 @@ class RowOperations:
         return None, []
 
 
-def _mixes_rows(seen: SeenOperation, given: list[list[int]], returned: list[list[int]]) -> bool:
+def _mixes_rows(seen: RecordedOperation, given: list[list[int]], returned: list[list[int]]) -> bool:
     """Whether one half of the rows that an operation returns is another if the other half of those
     that it is given is."""
     if torch.Tag.nondeterministic_seeded in seen.func.tags:
@@ -242,7 +242,9 @@ def _mixes_rows(seen: SeenOperation, given: list[list[int]], returned: list[list
     return False
 
 
-def _with_changed_half(seen: SeenOperation, given: list[list[int]], is_first: bool) -> list[Tensor]:
+def _with_changed_half(
+    seen: RecordedOperation, given: list[list[int]], is_first: bool
+) -> list[Tensor]:
     """What an operation returns if it is given other floats in one half of the rows."""
     dims = iter(given)
     args = tree_map_only(Tensor, lambda x: _with_other_half(x, next(dims), is_first), seen.args)

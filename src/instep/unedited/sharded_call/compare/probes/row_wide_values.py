@@ -27,7 +27,7 @@ from instep.process import is_script_file
 from instep.process.patching import replaced
 from instep.process.torch_private.tensors import tree_leaves
 from instep.unedited.objects.syntax_trees import tree_of
-from instep.unedited.sharded_call.compare.probes.seen_operations import SeenOperation
+from instep.unedited.sharded_call.compare.probes.recorded_operations import RecordedOperation
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 
 _READING = "aten::_local_scalar_dense"
@@ -82,7 +82,7 @@ class RowWideValues:
         """Note that these tensors are computed from all rows."""
         self._tensors.add(results)
 
-    def note_operation(self, seen: SeenOperation) -> None:
+    def note_operation(self, seen: RecordedOperation) -> None:
         """Follow them through an operation."""
         name, *_ = seen.place
         if self._tensors.have((seen.args, seen.kwargs)):
@@ -93,7 +93,7 @@ class RowWideValues:
         if (seen.is_view or name in _INDEXING) and self._chosen.have(seen.args):
             self._chosen.add(seen.result)
 
-    def note_choice(self, seen: SeenOperation) -> None:
+    def note_choice(self, seen: RecordedOperation) -> None:
         """Note an operation on the rows that may choose some by their values."""
         name, *_ = seen.place
         by_truth = name in _INDEXING and any(

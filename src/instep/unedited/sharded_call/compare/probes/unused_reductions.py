@@ -23,7 +23,7 @@ from instep.distributed.numbers import on_any_rank
 from instep.process.torch_private.tensors import tree_map_only
 from instep.training.pytree import leaves_of
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.probes.dependencies import trial_forwards
+from instep.unedited.sharded_call.compare.probes.dependencies import probe_forwards
 from instep.unedited.sharded_call.compare.probes.row_operations import (
     OperationKind,
     RowOperations,
@@ -175,7 +175,7 @@ class _ScaledForwards:
         Collective."""
         transport = self._group.transport
         on_gpu = self._reference.call.is_on_accelerator
-        with trial_forwards() as is_other:
+        with probe_forwards() as is_other:
             result, _ = attempt(run, transport, checks_indices=on_gpu)
             is_none = on_any_rank(result is None or is_other(), transport)
         return None if is_none else result

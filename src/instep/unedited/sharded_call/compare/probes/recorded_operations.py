@@ -34,7 +34,7 @@ _PASSED = frozenset(
 """Those that call torch's modules and functions as the script does."""
 
 
-class SeenOperation(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation that has run."""
 
     place: OperationPlace
@@ -48,11 +48,11 @@ class SeenOperation(NamedTuple):
     is_in_place: bool
 
 
-_Answer = Callable[[SeenOperation], Any]
+_Answer = Callable[[RecordedOperation], Any]
 """Gets an operation, and returns what is its result."""
 
 
-class OperationsSeen(KernelMode):
+class OperationRecorder(KernelMode):
     """A mode in which a function gets each operation, and gives its result.
 
     Another result of a view is no view any more; what writes to it writes to the view.
@@ -103,7 +103,9 @@ class OperationsSeen(KernelMode):
             return result
         is_view = not is_in_place and _is_view(schema)
         place = (schema.name, *caller.place)
-        seen = SeenOperation(place, func, args, kwargs, result, caller.frame, is_view, is_in_place)
+        seen = RecordedOperation(
+            place, func, args, kwargs, result, caller.frame, is_view, is_in_place
+        )
         answer = self._answer(seen)
         if is_view and answer is not result and isinstance(answer, Tensor):
             self._views[id(answer)] = answer, result
