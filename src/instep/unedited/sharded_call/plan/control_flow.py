@@ -111,6 +111,8 @@ class ForwardTrace:
         self.is_over = self.is_reading = False
         self.thread = threading.get_ident()
         self._codes, self._readings, self._stops = codes, readings, stops
+        self._has_stopped = False
+        """Whether a forward has stopped before a new branch, which it has not taken."""
         self._reached: dict[CodeType, set[int]] = {}
         self._earlier: Mapping[CodeType, set[int]] = {}
         """What was reached before the forwards that do not count."""
@@ -125,7 +127,7 @@ class ForwardTrace:
         """Whether no compared call has taken one of its branches, or has read what it read."""
         is_full = len(self._readings) >= _MAX_READINGS
         has_read_anew = not self._readings.issuperset(map(tuple, self.readings))
-        return (has_read_anew and not is_full) or self._has_new_branch({})
+        return (has_read_anew and not is_full) or self._has_stopped or self._has_new_branch({})
 
     def _has_new_branch(self, earlier: Mapping[CodeType, set[int]]) -> bool:
         """Whether a branch was taken that no compared call has taken, and that is not among these
@@ -200,6 +202,7 @@ class ForwardTrace:
             place = place_of(frame)
             is_new = place in branches.left and place not in earlier
             if self._stops and is_new and not _is_called_by_python(frame):
+                self._has_stopped = True
                 raise NewBranch
             add(place)
             return trace_place
