@@ -273,7 +273,8 @@ class ReadsAFile(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = float(Path("weight.txt").read_text())
         scores = super().forward(x)
-        return scores - weight * scores.mean(0)
+        total = functools.reduce(torch.add, scores)  # row by row: no trial sees it with a zero
+        return scores - weight * total / len(scores)
 
 
 @ranks(2)
@@ -507,7 +508,7 @@ class Hinge(nn.Linear):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         y = super().forward(x)
         largest = functools.reduce(torch.maximum, y.abs().amax(1))  # row by row: no trial sees it
-        return y, (largest - 100).relu()
+        return y, (largest - 1e8).relu()  # a trial has rows that are 1e5 times as large
 
 
 @ranks(2)
@@ -518,8 +519,8 @@ def test_an_output_that_was_zero_is_compared_when_it_no_longer_is() -> None:
         for _ in range(6):
             assert model(x)[1] == 0
         assert modules.call_counts.sharded == 6
-        rows, found = model(1000 * x)
-    expected_rows, expected = model(1000 * x)
+        rows, found = model(1e9 * x)
+    expected_rows, expected = model(1e9 * x)
     assert torch.allclose(rows, expected_rows, rtol=1e-5)
     assert torch.allclose(found, expected, rtol=1e-5)
     assert found > 0

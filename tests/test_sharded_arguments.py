@@ -517,8 +517,8 @@ def test_a_step_counter_is_compared_ever_more_seldom() -> None:
             model(x, step / 128)
     compared = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (128, 0)
-    probed = 6 + 3  # in the first call, with other arguments
-    assert counted.rows == 128 * 3 + compared * 6 + probed
+    probed = 3 + 2  # in the first call with other arguments, in the second with another number
+    assert counted.rows == 128 * 3 + compared * 6 + probed * (6 + 3)
     assert len(_plans[model].entries) == 1
 
 
