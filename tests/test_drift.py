@@ -659,7 +659,7 @@ class Centred(nn.Module):
         mean = nn.functional.adaptive_avg_pool1d(
             x.reshape(1, -1), 1
         ).squeeze()  # which torch reduces itself
-        self.layer.bias.data -= (mean - 5).clamp(min=0)
+        self.layer.bias.data -= (mean - 1e9).clamp(min=0)  # larger than in a trial
         return self.layer(x)
 
 
@@ -669,7 +669,7 @@ def notes_on_centred():
     with variable("INSTEP_DRIFT_STEPS", "1"), sharding():
         try:
             for step in range(1, 20):
-                far = x + 10 if step == 7 else x
+                far = 1e10 * x.abs() if step == 7 else x
                 cross_entropy(model(far), y).backward()
         except DriftError as error:
             return error.__notes__

@@ -159,11 +159,11 @@ def counted(model: nn.Module, x: Tensor) -> tuple[Any, Tensor, list[int]]:
     ("has_loss", "on_accelerator", "expected"),
     [
         # The whole forward, the one that tells what is drawn, that of this rank's rows, and two
-        # with other values.
-        (False, False, [0, 1, 1, 2, 2]),
-        (False, True, [0, 0, 0, 1, 1]),
-        (True, False, [0, 1, 1, 2, 3, 2, 2]),
-        (True, True, [0, 0, 0, 1, 1, 1, 1]),  # beside that of this rank's rows
+        # with each other values: of all rows, and twice of the first and the last one.
+        (False, False, [0, 1, 1, *[2] * 6]),
+        (False, True, [0, 0, 0, *[1] * 6]),
+        (True, False, [0, 1, 1, 2, 3, *[2] * 6]),
+        (True, True, [0, 0, 0, *[1] * 8]),  # beside that of this rank's rows
     ],
 )
 def test_on_an_accelerator_a_trial_begins_without_the_graph_of_the_whole_forward(
