@@ -54,7 +54,7 @@ def test_commands_options_and_values_are_offered(scripts, shell, offers):
     assert asked("instep ver") == ["verify"]
     assert {"--load", "--plain", "--max-restarts"} <= {*asked("instep run -n 2 --")}
     assert "--load" not in asked("instep verify --")
-    assert {*asked("instep run --load ")} == {"own", "whole"}
+    assert {*asked("instep run --load ")} == {"auto", "own", "whole"}
     assert asked("instep completion f") == ["fish"]
 
 

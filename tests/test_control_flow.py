@@ -138,13 +138,40 @@ class CentresRareBatches(Around):
         return scores - scores.mean(0) if is_rare else scores
 
 
+class CallsExperts(Around):
+    """With their rows, if they have any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        is_chosen = x[:, 1] > 0
+        if is_chosen.any():
+            found = self.body(x[is_chosen])
+            scores = scores.index_add(0, is_chosen.nonzero()[:, 0], found)
+        for sign in (-1, 1):
+            rows = (x[:, 0].sign() == sign).nonzero()[:, 0]
+            if rows.numel() == 0:
+                continue
+            scores = scores.index_add(0, rows, self.body(x[rows]))
+        return scores.index_add(0, rows, self.body(x[rows])) if len(rows) > 0 else scores
+
+
+class CentresBatchesWithExperts(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        is_chosen = x[:, 1] > 50
+        if is_chosen.any():
+            scores = scores - scores.mean(0)
+        return scores
+
+
 @ranks(2)
 def test_a_branch_by_a_value_of_all_rows_is_that_of_the_whole_batch() -> None:
-    for kind in (CentresWithManyOfAKind, CentresRareBatches, RefusesLargeBatches):
+    whole = (CentresWithManyOfAKind, CentresRareBatches, CentresBatchesWithExperts)
+    for kind in (*whole, RefusesLargeBatches, CallsExperts):
         with sharding():
             for x, _ in batches(2):
                 kind().double()(x)
-            is_divided = kind is RefusesLargeBatches
+            is_divided = kind not in whole
             assert modules.call_counts.sharded == (2 if is_divided else 0)
 
 
