@@ -990,8 +990,12 @@ def test_by_option_small_samples_have_streams_of_their_own():
 class DifferingLater(Noisy):
     """Loads other samples on each rank, from the third batch on."""
 
+    def __init__(self, n):
+        super().__init__(n)
+        self.added = instep.rank
+
     def __getitem__(self, index):
-        return super().__getitem__(index) + instep.rank * (index >= 10)
+        return super().__getitem__(index) + self.added * (index >= 10)
 
 
 @ranks(3)
