@@ -554,6 +554,26 @@ def test_seeds_do_not_depend_on_what_was_imported_before(
     assert done.stdout.split() == drawn
 
 
+def test_a_rank_that_imports_numpy_for_its_own_work_draws_nothing_from_pythons_generator() -> None:
+    """As where the first sample of a loader is loaded, which draws from it."""
+    code = """
+        import random
+        from instep.distributed.communication.rank_local import rank_local
+        from instep.process.patching import PatchHandle
+        from instep.unedited import seeds
+        seeds.seed_everything(3)
+        PatchHandle(seeds.SEED_PATCHES)
+        before = random.getstate()
+        with rank_local():
+            import numpy.random
+        print(random.getstate() == before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
 UNDER_MPI = """
     import instep.auto
     import os, random, sys

@@ -144,10 +144,10 @@ def random_bits(original: Function, k: int) -> int:
     A function of the job's seed, of the process among those of its rank, and of the number of
     calls. Calls of a module that is being imported are counted by themselves, since another world
     may have imported it before (numpy asks for bits then, and a world of one imports it late).
-    Where ranks do different work the number of calls differs, so there the bits come from Python's
-    generator, which instep has seeded.
+    Where ranks do different work the number of other calls differs, so there the bits come from
+    Python's generator, which instep has seeded.
     """
-    if is_thread_rank_local():
+    if is_thread_rank_local() and not _importing():
         return random.getrandbits(k)
     return _bits.take(k)
 
