@@ -28,9 +28,9 @@ PINNED = 5
 LATER_PINNED = (0.5, 0.75, 1.0)
 PINNED_UP_TO = 100
 """Later steps that are compared so too: these shares of all steps, or of this many of them."""
-SHARE_OF_RUNS = 1 / 4
-"""Twice that many steps, four times, ... are compared so too, up to this share of all steps: for
-them the runs that compare gradients go on, which else end early."""
+PINNED_SHARE = 1 / 4
+"""Steps 2, 4, 8, ... times PINNED_UP_TO are compared so too, up to this share of all steps: the
+runs that compare gradients go on for them, and would end earlier without."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDING_RUNS = 2
@@ -209,7 +209,7 @@ def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
     later = [round(share * last) for share in LATER_PINNED]
     samples = [step.samples for step in oracle.ranks[0].steps]
     tail = next((k for k, count in enumerate(samples) if count != samples[0]), 0)
-    end = max(tail + 1, math.floor(SHARE_OF_RUNS * oracle.steps))
+    end = max(tail + 1, math.floor(PINNED_SHARE * oracle.steps))
     doublings = range(1, (end // PINNED_UP_TO).bit_length())
     doubled = [PINNED_UP_TO * 2**k - 1 for k in doublings]
     return tuple(sorted({*first, tail, *later, *doubled}))

@@ -74,8 +74,8 @@ class ExchangePolicy:
         return BatchLoading(exchanges=self.exchanges or checks, checks=checks, counts=counts)
 
     def update_plain(self, are_small: bool | None) -> bool:
-        """Whether samples are loaded as plain Python loads them, from this batch on: the first of
-        which it was found out whether those that draw are small."""
+        """Whether samples are loaded as plain Python loads them from this batch on, the first in
+        which any draw; `are_small`: whether those that draw are small, None if none does."""
         if are_small is None or not self.may_load_as_plain:
             return False
         self.may_load_as_plain = False

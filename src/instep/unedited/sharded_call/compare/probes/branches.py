@@ -105,10 +105,8 @@ def _asked_for_rows(test: ast.expr) -> tuple[str, bool]:
         compared = (operator, number.value) if isinstance(number, ast.Constant) else None
         if compared in ((ast.Gt, 0), (ast.NotEq, 0), (ast.GtE, 1)):
             return _asked_for_rows(test.left)
-        if compared in ((ast.Eq, 0), (ast.Lt, 1)):
-            name, where_none = _asked_for_rows(test.left)
-            return name, bool(name) and not where_none
-        return "", False
+        is_none = compared in ((ast.Eq, 0), (ast.Lt, 1))
+        return _asked_for_rows(ast.UnaryOp(ast.Not(), test.left)) if is_none else ("", False)
     if isinstance(test, ast.Subscript):  # of `x.shape[0]`
         test = test.value
     match test:
