@@ -30,7 +30,7 @@ from instep.errors import TrainingError
 from instep.process.patching import PatchHandle
 from instep.process.torch_private.compiler import disable_compile
 from instep.process.torch_private.modules import BatchNorm, Dropout
-from instep.training import forward_calls, gradients
+from instep.training import forward_calls, gradients, linear_layers
 from instep.training.batches import progress
 from instep.training.batches.registry import find_candidates, may_be_share
 from instep.training.blocks import tensor_leaves
@@ -382,5 +382,6 @@ def _patch_torch() -> None:
             *batch_statistics.PATCHES,
             *dropout_masks.PATCHES,
             *functions.PATCHES,
+            *linear_layers.PATCHES,
         ]
     )

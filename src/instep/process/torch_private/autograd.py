@@ -68,3 +68,12 @@ def saved_by(node: Any) -> list[torch.Tensor]:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates_in(node: Any) -> bool:
+    """Whether the running backward accumulates into the leaf of this node; False also where
+    torch.autograd.grad gives the leaf's gradient to its caller."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # which is what it says in torch.autograd.grad
+        return False

@@ -18,6 +18,7 @@ from instep.training.buckets.checksum import (
     verify_checksum,
 )
 from instep.training.buckets.layout import BucketLayout
+from instep.training.buckets.weight_factors import Factors
 from instep.training.errors import MixedSumsError
 
 _LAST_COUNT = 4
@@ -93,6 +94,11 @@ class GradBucket(ABC):
     @abstractmethod
     def add_again(self, index: int, grad: Tensor) -> None:
         """Add another gradient of a parameter, after `intercept`, before `start`."""
+
+    def add_factors(self, index: int, factors: Factors, ranks: int) -> bool:
+        """Add a gradient of a weight as its factors, in a job of so many ranks; False where it is
+        to come through `.grad`."""
+        return False
 
     def separate(self, storages: set[int]) -> None:
         """Let each gradient have memory of its own, and none of `storages`; adds it to these.

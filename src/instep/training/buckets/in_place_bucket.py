@@ -17,6 +17,14 @@ from instep.training.buckets.codec import as_real
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.host_sums import HostSums, SumState
 from instep.training.buckets.layout import BucketLayout
+from instep.training.buckets.weight_factors import (
+    Factors,
+    are_small_for,
+    gather_factors,
+    may_be_factored,
+    multiply_and_gather,
+    no_factors,
+)
 
 _SMALL_BYTES = 16 << 10
 """Gradients of up to this many are packed for the sum: to sum each by itself takes longer."""
@@ -25,7 +33,7 @@ _SMALL_BYTES = 16 << 10
 class InPlaceBucket(GradBucket):
     """Gradients stay where they are; the caller's thread sums them when backward has ended.
 
-    All ranks lay them out in memory as the parameter is.
+    All ranks lay them out in memory as the parameter is. Those of linear layers may be factors.
     """
 
     # Autograd puts the last gradient into `.grad` only after its hook. And a gradient that was
@@ -37,16 +45,24 @@ class InPlaceBucket(GradBucket):
     ) -> None:
         super().__init__(layout, parameters, ids)
         self._grads: dict[int, Tensor] = {}
-        self._totals: list[Tensor] = []
+        self._factors: dict[int, Factors] = {}
+        """Gradients, or parts of them, by the indices of their weights."""
+        self._totals: dict[int, Tensor] = {}
+        """By the numbers of the slots."""
         self._flags = self._trailer
         self._host_sums = HostSums()
-        self._large = {
-            k: None
-            for k, slot in enumerate(layout.slots)
+        self._large = [
+            k
+            for k, slot in reversed(tuple(enumerate(layout.slots)))
             if (parameter := parameters[slot.index]).nbytes > _SMALL_BYTES
             and parameter.is_contiguous()
-        }
-        """Which slots have sums of which the host may keep one copy."""
+        ]
+        """Which slots have sums of which the host may keep one copy; in the order of the model, as
+        the ranks divide the steps of optimizers."""
+        self._weights = [
+            k for k in self._large if may_be_factored(parameters[layout.slots[k].index])
+        ]
+        """Which of them may have factors."""
 
     def add(self, index: int, grad: Tensor) -> None:
         if index in self.filled:
@@ -72,8 +88,24 @@ class InPlaceBucket(GradBucket):
     def add_again(self, index: int, grad: Tensor) -> None:
         """Autograd adds it to what is in `.grad`."""
 
+    def add_factors(self, index: int, factors: Factors, ranks: int) -> bool:
+        if all(self.layout.slots[k].index != index for k in self._weights):
+            return False
+        earlier = self._factors.get(index)
+        if earlier is not None:
+            factors = Factors(*map(torch.cat, zip(earlier, factors, strict=True)))
+        if not are_small_for(factors.rows, self._parameters[index], ranks):
+            return False
+        if index not in self.filled:
+            self.intercept(index, factors.inputs, partial=False)
+        self._factors[index] = factors
+        return True
+
     def separate(self, storages: set[int]) -> None:
-        for index, grad in self._filled_grads().items():
+        for index in self.filled:
+            grad = self._dense_grad(index)
+            if grad is None:
+                continue
             storage = grad.untyped_storage()
             pointer = storage.data_ptr()
             if pointer in storages or storage.nbytes() != grad.nbytes:
@@ -82,53 +114,95 @@ class InPlaceBucket(GradBucket):
 
     def _start(self, transport: Transport) -> None:
         self._flags = self._trailer.clone()
-        own = self._filled_grads()
         for k, slot in enumerate(self.layout.slots):
-            if slot.index in own:
-                self._totals.append(own[slot.index])
-            else:
-                self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
+            if slot.index not in self.filled:
                 self._flags[k] = 0
-        grads = [self._totals[k] for k in self._large]
-        if not self._host_sums.can_begin(grads, transport):
-            _sum_each([self._flags, *self._totals], transport)
-            return
-        flags = self._flags.new_tensor(self._host_sums.state(grads))
-        others = [total for k, total in enumerate(self._totals) if k not in self._large]
-        _sum_each([self._flags, flags, *others], transport)
-        state = SumState(*map(bool, flags.tolist()))
-        sums = self._host_sums.sum(grads, state, transport)
-        if sums is None:
-            _sum_each(grads, transport)
-            return
-        for k, total in zip(self._large, sums, strict=True):
-            self._totals[k] = total
+        like = {k: self._parameter_or_zeros(k) for k in self._large}
+        factors = self._own_factors()
+        grads = {k: self._own_or_zeros(k) for k in like if k not in factors}
+        can_share = self._host_sums.can_begin(like.values(), transport)
+        state = self._flags.new_tensor(self._host_sums.state(grads.values()) if can_share else ())
+        rows = self._flags.new_zeros(len(self._weights), transport.size)
+        for of_ranks, k in zip(rows, self._weights, strict=True):
+            of_ranks[transport.rank] = factors[k].rows if k in factors else -1
+        all_slots = range(len(self.layout.slots))
+        small = {k: self._own_or_zeros(k) for k in all_slots if k not in like}
+        _sum_each([self._flags, state, rows.view(-1), *small.values()], transport)
+        counts = dict(zip(self._weights, rows.int().tolist(), strict=True))
+        of_factors = {k: counts[k] for k in factors if min(counts[k]) >= 0}  # on all ranks
+        grads = {
+            k: grads[k] if k in grads else self._own_or_zeros(k)
+            for k in like
+            if k not in of_factors
+        }
+        products = gather_factors(factors, of_factors, transport)
+        if can_share and self._host_sums.prepare(like, SumState.of(state), transport):
+            large = self._host_sums.sum(grads, products, transport)
+        else:
+            _sum_each([*grads.values()], transport)
+            large = grads | multiply_and_gather(products, like, transport)
+        self._totals = small | large
+
+    def _own_factors(self) -> dict[int, Factors]:
+        """By its slot, each gradient of this rank that is nothing but factors. One that it lacks
+        has no rows."""
+        found = {}
+        for k in self._weights:
+            index = self.layout.slots[k].index
+            if index not in self.filled:
+                found[k] = no_factors(self._parameter_or_zeros(k))
+            elif index in self._factors and self._dense_grad(index) is None:
+                found[k] = self._factors[index]
+        return found
+
+    def last_small_grad(self) -> Tensor | None:
+        for slot in self._last_slots:
+            if (factors := self._factors.get(slot.index)) is not None:
+                return factors.output_grads.sum() * factors.inputs.sum()  # as finite as the product
+            if slot.index in self.filled:
+                return self.own_grad(slot.index)
+        return None
 
     def own_grad(self, index: int) -> Tensor:
-        grad = self._grads.get(index)
-        return self._accumulated(index) if grad is None else grad
+        factors = self._factors.pop(index, None)
+        grad = self._dense_grad(index)
+        if factors is not None:
+            product = factors.product()
+            self._grads[index] = grad = product if grad is None else grad + product
+        assert grad is not None
+        return grad
 
-    def _filled_grads(self) -> dict[int, Tensor]:
-        missing = [index for index in self.filled if index not in self._grads]
-        return {**self._grads, **{index: self._accumulated(index) for index in missing}}
+    def _dense_grad(self, index: int) -> Tensor | None:
+        """A gradient without what are factors."""
+        grad = self._grads.get(index)
+        return self._parameters[index].grad if grad is None else grad
 
     def reset(self) -> None:
         super().reset()
-        self._grads, self._totals = {}, []
+        self._grads, self._factors, self._totals = {}, {}, {}
 
     def _sums(self) -> tuple[Iterable[Tensor], Tensor]:
-        return self._totals, self._flags
+        return (self._totals[k] for k in range(len(self.layout.slots))), self._flags
 
     def _can_give(self, index: int, total: Tensor, parameter: Tensor) -> bool:
         return index in self._before or total.stride() == parameter.stride()
 
-    def _zeros(self, index: int, numel: int) -> Tensor:
-        parameter = self._parameters.get(index)
-        return self._trailer.new_zeros(numel) if parameter is None else torch.zeros_like(parameter)
+    def _own_or_zeros(self, k: int) -> Tensor:
+        index = self.layout.slots[k].index
+        if index in self.filled:
+            return self.own_grad(index)
+        return torch.zeros_like(self._parameter_or_zeros(k))
+
+    def _parameter_or_zeros(self, k: int) -> Tensor:
+        slot = self.layout.slots[k]
+        parameter = self._parameters.get(slot.index)
+        return self._trailer.new_zeros(slot.stop - slot.start) if parameter is None else parameter
 
 
 def _sum_each(tensors: Sequence[Tensor], transport: Transport) -> None:
     """Sum each of these over the ranks, into itself. Collective."""
+    if not tensors:
+        return
     if tensors[0].is_complex():
         tensors = list(map(as_real, tensors))
     small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]

@@ -25,6 +25,7 @@ from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
+from instep.training.buckets.weight_factors import Factors, are_small_for, no_factors
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck, zero_non_finite
 from instep.training.errors import DriftError, MixedSumsError
@@ -110,6 +111,7 @@ class Reducer:
         """In this backward: the last batch's epoch, and how many were left out and requested."""
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
+        self._index_of = {id(each): index for index, each in enumerate(self._parameters)}
         self._bucket_sets = BucketSets(
             self._parameters, self._bucket_transport, self.number, compression
         )
@@ -169,6 +171,25 @@ class Reducer:
         bucket.intercept(index, grad, partial=index in self._partial)
         self._start_full_buckets(backward)
         return grad
+
+    def takes_factors(self, weight: Tensor, rows: int) -> bool:
+        """Whether `collect_factors` may take a gradient that is a sum over so many rows."""
+        return self._bucket_transport.in_place and are_small_for(rows, weight, self.transport.size)
+
+    def collect_factors(self, weight: Tensor, factors: Factors) -> bool:
+        """Take a weight's gradient of this backward, which autograd then must not accumulate;
+        False where it must."""
+        backward = _current.value
+        if backward is None or not backward.sync or backward.has_no_number:
+            return False
+        self.join(backward)
+        index = self._index_of[id(weight)]
+        bucket = self._bucket_of.get(index)
+        if bucket is None or index in self._partial:
+            return False
+        if backward.is_placeholder:
+            factors = no_factors(weight)
+        return bucket.add_factors(index, factors, self.transport.size)
 
     def finish(self, backward: BackwardState) -> None:
         """The backward has ended: start the other buckets, wait, write the sums into `.grad`."""
@@ -341,8 +362,10 @@ class _Hook:
         # Before the user's hooks, which must see the sum.
         hooks_of(parameter).move_to_end(handle.id, last=False)
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        if _current.value is None:  # torch.autograd.grad: the value goes to the user
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        # None: from a function that gives no gradient. Without a backward: torch.autograd.grad,
+        # where the value goes to the user.
+        if grad is None or _current.value is None:
             return None
         return self._reducer.collect(self._index, grad)
 
