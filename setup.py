@@ -47,6 +47,7 @@ setup(
     ext_modules=[
         extension("normalization/cpu_kernels.c", *FAST_SUMS),
         extension("draws/mersenne_twister.c"),
+        extension("buckets/outer_products.c"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     long_description=with_absolute_links((ROOT / "README.md").read_text()),

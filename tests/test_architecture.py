@@ -67,7 +67,7 @@ def test_a_package_holds_at_most_14_files(folder: Path) -> None:
     assert len([*folder.glob("*.py")]) <= 14
 
 
-def test_the_package_holds_python_and_two_files_of_c() -> None:
+def test_the_package_holds_python_and_three_files_of_c() -> None:
     """And what setup.py builds of these."""
     built = (".pyc", ".so")
     files = [path for path in SRC.rglob("*") if path.is_file() and path.suffix not in built]
@@ -77,6 +77,7 @@ def test_the_package_holds_python_and_two_files_of_c() -> None:
         *(SRC / "py.typed", training / "vectorized.h"),
         *(training / "normalization" / name for name in ("cpu_kernels.c", "_cpu_kernels.pyi")),
         *(training / "draws" / name for name in ("mersenne_twister.c", "_mersenne_twister.pyi")),
+        *(training / "buckets" / name for name in ("outer_products.c", "_outer_products.pyi")),
     }
 
 

@@ -86,6 +86,7 @@ def test_the_wheel_has_the_kernels_in_c_for_every_python(wheel):
         names = archive.namelist()
     assert "instep/training/normalization/_cpu_kernels.abi3.so" in names
     assert "instep/training/draws/_mersenne_twister.abi3.so" in names
+    assert "instep/training/buckets/_outer_products.abi3.so" in names
     assert "-cp311-abi3-linux_" in wheel.name
 
 

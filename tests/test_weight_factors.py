@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import components
 import instep
 from instep.distributed import one_copy
 from instep.training.buckets import in_place_bucket, weight_factors
@@ -64,6 +65,19 @@ def chain(layers: Layers, x: Tensor) -> Tensor:
     return layers.last(layers.first(x).tanh())
 
 
+@components.needs("C++")
+@pytest.mark.parametrize("shape", [(13, 37), (6, 16), (1, 300), (40, 515)])
+@pytest.mark.parametrize("terms", [0, 1, 7, 64])
+def test_the_product_in_c_is_that_of_torch(terms, shape) -> None:
+    rows, width = shape
+    factors = Factors(torch.randn(terms, rows + 5), torch.randn(terms, width))
+    assert weight_factors._compiled() is not None
+    out = torch.full((rows + 2, width), 9.0)
+    weight_factors._multiply(factors, slice(3, 3 + rows), out[1:-1])
+    torch.testing.assert_close(out[1:-1], factors.product()[3:-2])
+    assert (out[[0, -1]] == 9).all()
+
+
 def rows_of(rank: int, count: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
@@ -76,11 +90,12 @@ class Training:
         self,
         forward: Callable[[Layers, Tensor], Tensor] = chain,
         counts: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
-        self.plain = Layers(forward).double()
+        self.plain = Layers(forward).to(dtype)
         self.replica = instep.replicate(copy.deepcopy(self.plain))
         counts = counts or [3] * instep.world_size
-        self.all_rows = [rows_of(rank, count) for rank, count in enumerate(counts)]
+        self.all_rows = [rows_of(rank, count).to(dtype) for rank, count in enumerate(counts)]
         self.rows = self.all_rows[instep.rank]
 
     def backward(self, **options: object) -> None:
@@ -357,12 +372,10 @@ def test_a_compiled_model_has_graphs_without_breaks() -> None:
 def test_products_in_half_precision_have_nodes_of_their_own() -> None:
     def forward(layers: Layers, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return chain(layers, x.float()).double()
+            return chain(layers, x).float()
 
     with small_factors() as products:
-        training = Training(forward)
-        for model in (training.plain, training.replica):
-            model.float()
+        training = Training(forward, dtype=torch.float32)
         training.backward()
         for mine, theirs in zip(
             training.replica.parameters(), training.plain.parameters(), strict=True
@@ -393,9 +406,12 @@ def test_what_is_not_finite_is_found_in_factors() -> None:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_trainings_go_on_as_in_one_process(kind) -> None:
-    with small_factors() as products:
-        training = Training()
+@pytest.mark.parametrize("compiled", [True, False])
+def test_trainings_go_on_as_in_one_process(kind, compiled) -> None:
+    with small_factors() as products, pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(weight_factors, "_compiled", lambda: None)
+        training = Training(dtype=torch.float32)
         optimizers = [kind(m.parameters(), 1e-3) for m in (training.replica, training.plain)]
         instep.shard(optimizers[0])
         for _ in range(5):

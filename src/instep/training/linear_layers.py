@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from instep.process.patching import Function, Patch
 from instep.process.torch_private.autograd import (
+    accumulates_in,
     interpreter_stack,
     is_in_forward_ad,
-    accumulates_in,
 )
 from instep.training.buckets.reducer import Reducer, reducer_of
 from instep.training.buckets.weight_factors import Factors, may_be_factored

@@ -9,7 +9,9 @@ written, read by another rank, and added. (Sufficient factor broadcasting: Xie e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ _FEWEST_ELEMENTS = 128 << 10
 """Of a weight: below, the calls of Python take longer than what is saved."""
 _LEAST_RATIO = 4
 """Of the elements of a weight to those of all ranks' factors."""
+_MOST_ROWS = 64
+"""Of all ranks, up to which outer_products.c is faster than torch's product."""
 _DTYPES = {torch.float32, torch.float64}
 
 
@@ -84,7 +88,34 @@ def multiply_shares(
     shares = _shares([sums[key] for key in factors], transport.size)[transport.rank]
     for (key, each), rows in zip(factors.items(), shares, strict=True):
         if rows.start < rows.stop:
-            torch.mm(each.output_grads[:, rows].t(), each.inputs, out=sums[key][rows])
+            _multiply(each, rows, sums[key][rows])
+
+
+def _multiply(factors: Factors, rows: slice, out: Tensor) -> None:
+    """Write these rows of the product to `out`."""
+    output_grads, inputs = factors.output_grads[:, rows], factors.inputs
+    compiled = _compiled()
+    if (
+        compiled is None
+        or inputs.dtype != torch.float32
+        or factors.rows > _MOST_ROWS
+        or torch.get_num_threads() > 1
+    ):
+        torch.mm(output_grads.t(), inputs, out=out)
+        return
+    left, right = output_grads.data_ptr(), inputs.data_ptr()
+    sizes = factors.rows, inputs.shape[1], len(out)
+    compiled.add_products(left, output_grads.stride(0), right, *sizes, out.data_ptr())
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    """outer_products.c; None where setup.py has built none."""
+    try:
+        from instep.training.buckets import _outer_products
+    except ImportError:  # or built for another machine
+        return None
+    return _outer_products
 
 
 def multiply_and_gather(

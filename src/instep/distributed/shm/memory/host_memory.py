@@ -27,9 +27,12 @@ from instep.distributed.shm.memory.mapping import PAGE, open_memory, round_up
 _NODES = Path("/sys/devices/system/node")
 _PAGEMAP = Path("/proc/self/pagemap")
 _ENTRY_BYTES = 8
-_FILE_BIT, _FLAGS = 61, 0b111
-"""Of a page's entry in pagemap: bit 61 is set for pages of a file, 62 for swapped ones, 63 for
-those in memory (Documentation/admin-guide/mm/pagemap.rst of Linux)."""
+_FILE, _SWAPPED, _PRESENT = 0x20, 0x40, 0x80
+"""In the last byte of a page's entry in pagemap: it is one of a file, is swapped, is in memory
+(Documentation/admin-guide/mm/pagemap.rst of Linux)."""
+_NOT_PRIVATE = bytes(
+    flags for flags in range(256) if flags & _FILE or not flags & (_SWAPPED | _PRESENT)
+)
 HUGE_PAGE = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0x10, 0x4000, 25
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -75,7 +78,7 @@ class HostMemory:
         self._close = weakref.finalize(self, os.close, descriptor)
         self._shared = _Mapping(self.size, mmap.MAP_SHARED, descriptor)
         self._private = _Mapping(self.size, mmap.MAP_PRIVATE, descriptor)
-        self._entries = torch.empty(self.size // PAGE, dtype=torch.int64, device="cpu")
+        self._entries = bytearray(self.size // PAGE * _ENTRY_BYTES)
         self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._pagemap)
         self.has_private_pages()
@@ -92,15 +95,13 @@ class HostMemory:
     def has_private_pages(self) -> bool:
         """Whether this process has written to a private tensor since the last `drop_private_pages`.
 
-        Takes 30 ns for a page of 4 KiB, and 2 us for one of 2 MiB.
+        Takes 26 ns for a page of 4 KiB, and 2 us for one of 2 MiB.
         """
         first = self._private.address // PAGE * _ENTRY_BYTES
-        entries: memoryview = self._entries.view(torch.uint8).numpy().data
-        done = os.preadv(self._pagemap, [entries], first)
-        if done != len(entries):
-            raise OSError(f"{_PAGEMAP} told {done} of {len(entries)} bytes")
-        flags = (self._entries >> _FILE_BIT).bitwise_and_(_FLAGS)
-        return bool(((flags & 1 == 0) & (flags != 0)).any())
+        done = os.preadv(self._pagemap, [self._entries], first)
+        if done != len(self._entries):
+            raise OSError(f"{_PAGEMAP} told {done} of {len(self._entries)} bytes")
+        return bool(self._entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _NOT_PRIVATE))
 
     def private_bytes(self) -> memoryview:
         """All bytes as this process sees them."""
