@@ -448,8 +448,9 @@ def page(begin: str, about: dict[str, str], results: dict[str, dict[str, Any]]) 
 def draw(results: dict[str, dict[str, Any]]) -> None:
     """Steps over no communication, by contender."""
     models = results["peers"]["models"]
-    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.5), squeeze=False)
-    for axis, (model, measured) in zip(axes[0], models.items(), strict=True):
+    lines = -(-len(models) // 2)
+    figure, axes = plt.subplots(lines, 2, figsize=(11, 3.8 * lines), squeeze=False)
+    for axis, (model, measured) in zip(axes.flat, models.items(), strict=False):
         rows = {name: row["over_none"] for name, row in measured["rows"].items()}
         order = sorted(rows, key=lambda name: rows[name]["median"], reverse=True)
         medians = [rows[name]["median"] for name in order]

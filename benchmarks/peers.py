@@ -7,13 +7,16 @@ Each contender has a set of processes of its own, which stand still while anothe
 round all have a block of steps, in shuffled order; what counts is the ratio to `none` of the same
 round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and
 leave batch statistics to each rank's rows; instep is measured with those of the global batch and
-without. Each is what its users get: instep's ranks keep freed memory, the others do not.
+without. Each is what its users get: instep's ranks keep freed memory, the others do not. With Adam,
+those that divide the optimizer's step (ZeRO) are compared, too: `instep.shard(optimizer)`, torch's
+ZeroRedundancyOptimizer and FSDP2, DeepSpeed's stage 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,7 +29,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,10 +76,37 @@ def ignite(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
     return idist.auto_model(model), idist.auto_optim(optimizer), Tensor.backward
 
 
+def zero_redundancy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    dist.init_process_group("gloo")
+    module = importlib.import_module("torch.distributed.optim")
+    options = {"optimizer_class": type(optimizer), **optimizer.defaults}
+    divided = module.ZeroRedundancyOptimizer(model.parameters(), **options)
+    return nn.parallel.DistributedDataParallel(model), divided, Tensor.backward
+
+
+def fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    importlib.import_module("torch.distributed.fsdp").fully_shard(model, mesh=mesh)
+    optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
+    return model, optimizer, Tensor.backward
+
+
 def deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    return _deepspeed(model, optimizer, {})
+
+
+def deepspeed_zero1(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    config = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    return _deepspeed(model, optimizer, config)
+
+
+def _deepspeed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
+) -> Built:
     module = importlib.import_module("deepspeed")
     module.init_distributed(dist_backend="gloo", verbose=False)
-    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0}
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, **options}
     engine, *_ = module.initialize(model=model, optimizer=optimizer, config=config)
 
     class Optimizer:
@@ -125,28 +155,48 @@ def instep_local_bn(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built
     return replicate(model, batch_statistics="rank"), optimizer, Tensor.backward
 
 
+def instep_sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    built = instep_local_bn(model, optimizer)
+    importlib.import_module("instep").shard(optimizer)
+    return built
+
+
+_DIVIDED = (instep_sharded, zero_redundancy, fsdp2, deepspeed_zero1)
+"""Those with Adam only, whose step is worth dividing."""
 PEERS: dict[str, Peer] = {
     peer.__name__: peer
     for peer in (
         *(none, instep, instep_local_bn, ddp, ddp_view),
         *(accelerate, fabric, ignite, deepspeed, horovod),
+        *_DIVIDED,
     )
 }
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3),
+}
+
+
+class Case(NamedTuple):
+    """What is trained."""
+
+    model: str
+    optimizer: str
 
 
 # ------------------------------------------------------------------------------------ one rank
 
 
-def serve(pipe: Connection, peer: str, name: str, environ: dict[str, str]) -> None:
+def serve(pipe: Connection, peer: str, case: Case, environ: dict[str, str]) -> None:
     """Build the contender, then answer each number of steps with the seconds for one."""
     os.environ.update(environ)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        load = workload(name)
-        sgd = torch.optim.SGD(load.model.parameters(), 0.01, momentum=0.9)
-        model, optimizer, backward = PEERS[peer](load.model, sgd)
+        load = workload(case.model)
+        plain = OPTIMIZERS[case.optimizer](load.model.parameters())
+        model, optimizer, backward = PEERS[peer](load.model, plain)
     except Exception as error:  # a peer that does not run here is left out, and named
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -164,7 +214,7 @@ def serve(pipe: Connection, peer: str, name: str, environ: dict[str, str]) -> No
 class Contender:
     """The ranks of one strategy."""
 
-    def __init__(self, peer: str, model: str, ranks: int) -> None:
+    def __init__(self, peer: str, case: Case, ranks: int) -> None:
         spawn = multiprocessing.get_context("spawn")
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -175,7 +225,7 @@ class Contender:
         for rank in range(ranks):
             ours, theirs = spawn.Pipe()
             environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = spawn.Process(target=serve, args=(theirs, peer, model, environ), daemon=True)
+            process = spawn.Process(target=serve, args=(theirs, peer, case, environ), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -217,9 +267,9 @@ def _free_port() -> int:
 # ---------------------------------------------------------------------------------- all of them
 
 
-def measure(model: str, peers: list[str], args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, peers: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds for each step, by contender and round; why a contender is missing."""
-    contenders = {peer: Contender(peer, model, args.ranks) for peer in peers}
+    contenders = {peer: Contender(peer, case, args.ranks) for peer in peers}
     missing = {peer: c.problem for peer, c in contenders.items() if c.problem}
     running = [peer for peer in peers if peer not in missing]
     try:
@@ -247,17 +297,20 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--models", nargs="+", default=["mlp", "resnet18"])
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=31, help="timed blocks of each contender")
     parser.add_argument("--seconds", type=float, default=0.4, help="for each block, about")
     args = parser.parse_args()
     peers = ["none", *(peer for peer in args.peers if peer != "none")]
+    undivided = [peer for peer in peers if PEERS[peer] not in _DIVIDED]
     result: dict[str, Any] = {"machine": machine(), "ranks": args.ranks, "models": {}}
-    for model in args.models:
-        measured = measure(model, peers, args)
-        result["models"][model] = measured
-        print(f"\n{model:16} {'ms/step':>9} {'over none':>22}")
+    for model, optimizer in itertools.product(args.models, args.optimizers):
+        case = Case(model, optimizer)
+        measured = measure(case, peers if optimizer == "adam" else undivided, args)
+        result["models"][", ".join(case)] = measured
+        print(f"\n{', '.join(case):16} {'ms/step':>9} {'over none':>22}")
         for peer, row in measured["rows"].items():
             print(f"{peer:16} {row['median_ms']:9.2f} {shown(row['over_none']):>22}")
         for peer, problem in measured["missing"].items():
