@@ -786,6 +786,42 @@ def test_padding_differs_from_epoch_to_epoch_only_where_the_epoch_is_set(call, v
     assert f"the padding {varies}, and" in f"{found}"
 
 
+def test_super_calls_the_method_of_the_base_class_and_not_the_one_that_it_stands_in() -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "class Zero(ZeroRedundancyOptimizer):\n"
+        "    def state_dict(self):\n"
+        "        self.consolidate_state_dict()\n"
+        "        return {}.state_dict() if dist.get_rank() == 0 else {{}}\n"
+    )
+    assert checked(text.format("super()")) == []
+    assert checked(text.format("self.inner")) == ["INS103"]
+
+
+def test_a_sampler_in_a_test_of_code_evaluates_no_model() -> None:
+    text = (
+        "import {}\n"
+        "from torch.utils.data import DistributedSampler\n"
+        "def test_shapes():\n"
+        "    return DistributedSampler(range(96), shuffle=False)\n"
+    )
+    assert checked(text.format("pytest")) == []
+    assert checked(text.format("torch")) == ["INS204"]
+
+
+@pytest.mark.parametrize("module", ["run", "launcher.api"])
+def test_what_starts_the_processes_is_one_process(module: str) -> None:
+    text = (
+        "from torch.distributed.{} import main\n"
+        "with open('hosts.txt', 'w') as file:\n"
+        "    file.write('a b')\n"
+        "main()\n"
+    )
+    assert checked(text.format(module)) == []
+    assert checked(text.format("rpc")) == ["INS601"]
+
+
 @pytest.mark.launch
 def test_a_reader_that_has_read_enough_is_no_error():
     reader, writer = os.pipe()

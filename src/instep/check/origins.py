@@ -146,8 +146,15 @@ class Origins:
         return [
             call
             for call in self._calls.get(function.name, [])
-            if isinstance(call.func, ast.Attribute) == method and not self.script.full_name(call)
+            if isinstance(call.func, ast.Attribute) == method
+            and not self.script.full_name(call)
+            and not self._asks_a_base_class(call, function)
         ]
+
+    def _asks_a_base_class(self, call: ast.Call, method: Function) -> bool:
+        """`super().f()` in the class of this `f`: it calls the one that this `f` overrides."""
+        asked = self.script.call_name(self.script.owner(call))
+        return asked == "super" and self.script.is_inside(call, self.script.parent(method))
 
     def option(self, node: ast.AST) -> ast.Call | None:
         """The `add_argument` call behind `args.name`."""

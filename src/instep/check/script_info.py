@@ -25,6 +25,8 @@ _TORCH_ROOTS = ("torch", "horovod.torch", "instep", "accelerate", "deepspeed", "
 _LIBRARIES = ("horovod", "instep", "accelerate.Accelerator")
 _CALLED = (*_LIBRARIES, "deepspeed.init", "torch.distributed.", *DDP)
 """Importing these libraries, or calling these functions of torch, marks a parallel script."""
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+"""What uses these starts the processes, and is one process itself."""
 _DEVICE_COUNT = re.compile(r"\.(accelerator|cuda|xpu|npu|mlu|musa|hpu)\.device_count$")
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
@@ -115,12 +117,16 @@ class ScriptInfo:
             return False
         if any(name.startswith(_LIBRARIES) for name in script.imported_modules):
             return True
-        if any(script.full_name(call).startswith(_CALLED) for call in script.all(ast.Call)):
+        called = (script.full_name(call) for call in script.all(ast.Call))
+        if any(name.startswith(_CALLED) and not name.startswith(_LAUNCHERS) for name in called):
             return True
         reads = [*script.all(ast.Subscript), *script.all(ast.Call)]
         if any(read_variable(script, node) in LAUNCH_VARIABLES for node in reads):
             return True
-        imported = any(name.startswith(_IMPORTED) for name in script.imported_modules)
+        imported = any(
+            name.startswith(_IMPORTED) and not name.startswith(_LAUNCHERS)
+            for name in script.imported_modules
+        )
         return imported and not any(script.calls_of("torch.nn.DataParallel"))
 
     # --- models
@@ -229,7 +235,14 @@ class ScriptInfo:
         if found & _EVALUATION or found & _TRAINING:
             return is_evaluation_text(own)
         function = self.script.function_of(call)
-        return function is not None and is_evaluation_text(function.name)
+        if function is None or self.is_of_tests and function.name.startswith("test_"):
+            return False
+        return is_evaluation_text(function.name)
+
+    @cached_property
+    def is_of_tests(self) -> bool:
+        """Whether the script holds tests of code, whose `test_...` evaluate no model."""
+        return not self.script.imported_roots.isdisjoint({"pytest", "unittest"})
 
     def loop_source(self, loop: ast.For | ast.comprehension) -> ast.expr | None:
         """What a loop runs over, without enumerate, tqdm and the like."""
