@@ -822,6 +822,22 @@ def test_what_starts_the_processes_is_one_process(module: str) -> None:
     assert checked(text.format("rpc")) == ["INS601"]
 
 
+def test_what_a_function_writes_that_starts_python_for_each_rank_is_written_once() -> None:
+    text = (
+        "import subprocess, sys\n"
+        "import torch.distributed as dist\n"
+        "def train(rank):\n"
+        "    dist.init_process_group('nccl', rank=rank)\n"
+        "def main():\n"
+        "    for i in range(4):\n"
+        "        log = open('gpu_{}.log'.format(i), 'w')\n"
+        "        subprocess.Popen([{}, 'train.py'], stdout=log)\n"
+        "main()\n"
+    )
+    assert checked(text.replace("[{}", "[sys.executable")) == []
+    assert checked(text.replace("[{}", "['nvidia-smi'")) == ["INS601"]
+
+
 @pytest.mark.launch
 def test_a_reader_that_has_read_enough_is_no_error():
     reader, writer = os.pipe()

@@ -17,6 +17,7 @@ from instep.check.rank_expressions import (
     read_variable,
 )
 from instep.check.script import Function, Script, keyword
+from instep.check.spawned_processes import SpawnedProcesses
 
 DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
 _IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
@@ -235,7 +236,7 @@ class ScriptInfo:
         if found & _EVALUATION or found & _TRAINING:
             return is_evaluation_text(own)
         function = self.script.function_of(call)
-        if function is None or self.is_of_tests and function.name.startswith("test_"):
+        if function is None or (self.is_of_tests and function.name.startswith("test_")):
             return False
         return is_evaluation_text(function.name)
 
@@ -343,54 +344,3 @@ class ScriptInfo:
             if loop is not None and loop not in found:
                 found.append(loop)
         return found
-
-
-class SpawnedProcesses:
-    """The call that starts the ranks, and the functions that they reach."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-
-    @cached_property
-    def spawn(self) -> ast.Call | None:
-        """The call that starts the processes from inside the script, if it does so."""
-        for call in self.script.calls_named("spawn", "Process", "start_processes"):
-            full = self.script.full_name(call)
-            if "multiprocessing" in full and self.spawn_target(call) is not None:
-                return call
-        return None
-
-    def spawn_target(self, call: ast.Call) -> Function | None:
-        """The function of this script that a spawn call starts."""
-        target = keyword(call, "target") or keyword(call, "fn", 0)
-        word = self.script.dotted_name(target)
-        return self.script.functions.get(word, [None])[0]
-
-    @cached_property
-    def main(self) -> Function | None:
-        """The function that each spawned process runs."""
-        return self.spawn_target(self.spawn) if self.spawn is not None else None
-
-    @cached_property
-    def _per_rank(self) -> set[Function] | None:
-        """All functions that the spawned function mentions by name, directly or indirectly."""
-        if self.spawn is None:
-            return None
-        mentioned: dict[Function | None, set[str]] = {}
-        for name in self.script.all(ast.Name):
-            mentioned.setdefault(self.script.function_of(name), set()).add(name.id)
-        for attribute in self.script.all(ast.Attribute):
-            function = self.script.function_of(attribute)
-            mentioned.setdefault(function, set()).add(attribute.attr)
-        found: set[Function] = set()
-        waiting = [self.main] if self.main else []
-        while waiting:
-            function = waiting.pop()
-            found.add(function)
-            for word in mentioned.get(function, ()):
-                waiting += [f for f in self.script.functions.get(word, []) if f not in found]
-        return found
-
-    def runs_on_ranks(self, node: ast.AST) -> bool:
-        """Whether the ranks run this node, and not only the parent that spawns them."""
-        return self._per_rank is None or self.script.function_of(node) in self._per_rank
