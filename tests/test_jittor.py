@@ -42,6 +42,10 @@ def test_the_names_say_who_this_is():
     mpi.mpi_barrier()
     with pytest.raises(AttributeError, match="no attribute 'local_rank'"):
         _ = jt.local_rank
+    with pytest.raises(AttributeError, match=r"'set_state'. In its place: `@jt.single"):
+        mpi.set_state(False)
+    with pytest.raises(AttributeError, match=r"no attribute 'world'\.$"):
+        mpi.world()
 
 
 @ranks(1, 2, 3)

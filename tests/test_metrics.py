@@ -78,6 +78,26 @@ def test_a_loop_whose_only_batch_some_ranks_skip_cannot_gather():
             assert len(instep.gather_rows(x)) == 1
 
 
+@ranks(1)
+def test_a_metric_of_ones_own_takes_as_many_totals_as_it_has_and_a_tensor_of_the_batch():
+    class Range(instep.Metric):
+        def update(self, totals, samples):
+            self.add(totals, samples)
+
+        def compute(self):
+            return self.all_reduce().tolist()
+
+    metric, batch = Range(2), torch.rand(4)
+    with pytest.raises(ValueError, match=r"a Range adds a tensor of 2 totals, .* got \(\)"):
+        metric.update(batch.sum(), batch)  # one number would be added to both
+    with pytest.raises(TypeError, match="not int"):
+        metric.update(torch.ones(2), 4)
+    with pytest.raises(TypeError, match="not float"):
+        metric.update(1.5, batch)
+    metric.update(torch.ones(2), batch)
+    assert metric.compute() == [1, 1]
+
+
 @ranks(1, 2)
 def test_rows_are_gathered_without_gradient_and_a_scalar_has_none() -> None:
     rows = torch.full((1 + instep.rank, 2), float(instep.rank), requires_grad=True)

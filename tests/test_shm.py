@@ -924,6 +924,9 @@ def test_a_rank_that_does_not_come_is_named_and_its_peers_hear_who_gave_up(tmp_p
         r"3 elements\) within 1 s, though every rank is alive",
         early,
     )
+    assert (
+        " timeout " in early
+    )  # the word by which PyTorch's tests, and scripts, know such an error
     assert re.match(
         r"PeerGaveUpError: rank 0 \(pid \d+\) gave up; this rank was waiting for it in barrier. "
         r"It said: rank 1 .*did not come to all_reduce",

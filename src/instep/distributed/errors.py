@@ -197,8 +197,8 @@ class CollectiveTimeoutError(BrokenGroupError):
         known = ", though every rank is alive" if is_alive else ", or its host cannot be reached"
         super().__init__(
             f"{late} within {seconds:g} s{known}. "
-            "Find out what the ranks do (`instep where` prints it while they wait), or set "
-            "INSTEP_TIMEOUT to more seconds.",
+            "Find out what the ranks do (`instep where` prints it while they wait), or give them a "
+            "longer timeout (INSTEP_TIMEOUT, or that of the process group).",
         )
 
 

@@ -67,7 +67,20 @@ class Metric(ABC):
             totals: (size,), of any dtype.
             samples: a tensor of the batch from which they were computed. Nothing is added if it
                 is the sample that a rank without rows runs.
+
+        Raises ValueError for totals of another shape, TypeError for what is no tensor.
         """
+        for value in (totals, samples):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    "add takes two tensors, this batch's totals and one of the batch's own tensors "
+                    f"(by which ranks without rows are known), not {type(value).__name__}."
+                )
+        if totals.shape != self.totals.shape:
+            raise ValueError(
+                f"a {type(self).__name__} adds a tensor of {len(self.totals)} totals, of shape "
+                f"{tuple(self.totals.shape)}; got {tuple(totals.shape)}. torch.stack makes one."
+            )
         self._add(totals, samples, None)
 
     def _add(self, totals: Tensor, samples: Tensor, rows: int | None) -> None:

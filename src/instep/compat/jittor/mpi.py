@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ def local_rank() -> int:
 def get_state() -> bool:
     """Whether ranks communicate: False inside a single_process_scope."""
     return not bootstrap.is_world_of_one()
+
+
+def __getattr__(name: str) -> Any:
+    mend = ""
+    if name == "set_state":
+        mend = ". In its place: `@jt.single_process_scope()`, in which ranks do not communicate"
+    raise AttributeError(f"module 'jittor.mpi' of instep has no attribute {name!r}{mend}.")
 
 
 def broadcast(array: ndarray, root: int = 0) -> None:
