@@ -382,6 +382,7 @@ def test_callbacks_of_futures_issue_collectives_and_wait_for_them():
 @ranks(2)
 def test_what_a_callback_issues_comes_before_what_was_issued_after_its_own_collective():
     first, inner, second = torch.ones(1), torch.ones(2), torch.ones(3)
+    group()  # ranks that make it wait for each other
     if dist.get_rank() == 1:
         dist.recv(torch.empty(1), 0)  # rank 0 has the first two under way, and the callback
         for tensor in (first, inner, second):
