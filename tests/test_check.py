@@ -458,6 +458,11 @@ def test_a_script_in_an_undeclared_encoding_is_refused_as_by_python(
     assert instep(str(script)) == 0
 
 
+def test_what_python_warns_of_as_it_reads_a_script_is_left_to_the_run(recwarn) -> None:
+    assert Script("train.py", r"print('\d')").strings == {r"\d"}
+    assert not recwarn.list
+
+
 def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = SCRIPTS / "slurm_node_list.py"
     assert instep(str(script), str(tmp_path / "no.py"), "--json", str(tmp_path / "out")) == 2

@@ -171,6 +171,7 @@ HAS_PART = "if x.sum() > 0: return"
     ("inside", "outside", "named"),
     [
         ("pass", "if loss < 1: break", "`if loss < 1` at {}:10 decides"),
+        (r"print('\d')", "if loss < 1: break", "`if loss < 1` at {}:10 decides"),
         (HAS_PART, "pass", "`if x.sum() > 0` at {}:3 decides"),
         ("if number > 3: return", "if number > 5: break", None),
     ],

@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TypeVar, cast
 
+from instep.process.patching import ignored_warnings
+
 Node = TypeVar("Node", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -41,7 +43,8 @@ class Script:
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
-        self.tree = ast.parse(text, filename=path)
+        with ignored_warnings(""):  # the interpreter shows them where the script runs
+            self.tree = ast.parse(text, filename=path)
         self._text = text
         self._names: dict[ast.AST, str] = {}
         self._texts: dict[ast.AST, str] = {}

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from instep.process import is_installed
 from instep.process.exit_status import UNKNOWN_RANK
 from instep.process.failures.tracebacks import awaited_rank, script_line
+from instep.process.patching import ignored_warnings
 
 _PLACE = re.compile(r" at (/.+):(\d+)$")
 _LEAVES = (ast.Break, ast.Continue, ast.Return)
@@ -53,7 +54,7 @@ def note_condition(error: BaseException) -> None:
 
 def _find_condition(file: str, lines: list[int]) -> ast.If | None:
     try:
-        with open(file, "rb") as source:
+        with open(file, "rb") as source, ignored_warnings(""):  # its import has shown them
             script = _Script(ast.parse(source.read()))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
