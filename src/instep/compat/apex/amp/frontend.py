@@ -61,14 +61,8 @@ def initialize(
     if not enabled:
         _amp_state.opt_properties = Properties(enabled=False)
         return given
-    if not isinstance(models, nn.Module | list):
-        raise TypeError(f"models is a module or a list of modules, not {type(models).__name__}.")
-    if optimizers is not None and not _are_optimizers(optimizers):
-        given_type = type(optimizers).__name__
-        raise TypeError(f"optimizers is an optimizer or a list of optimizers, not {given_type}.")
+    _check_arguments(models, optimizers)
     listed = [models] if isinstance(models, nn.Module) else models
-    if any(isinstance(model, DistributedDataParallel) for model in listed):
-        raise PrecisionError.wrapped("in apex.parallel.DistributedDataParallel")
     mixed = prepare(
         models,
         () if optimizers is None else optimizers,
@@ -96,6 +90,18 @@ def initialize(
     if mixed.options.patch_torch_functions:
         begin_casts(verbosity > 1)
     return given
+
+
+def _check_arguments(models: Any, optimizers: Any) -> None:
+    """Raises TypeError for another type, and PrecisionError for a model that is wrapped."""
+    if not isinstance(models, nn.Module | list):
+        raise TypeError(f"models is a module or a list of modules, not {type(models).__name__}.")
+    if optimizers is not None and not _are_optimizers(optimizers):
+        given = type(optimizers).__name__
+        raise TypeError(f"optimizers is an optimizer or a list of optimizers, not {given}.")
+    listed = [models] if isinstance(models, nn.Module) else models
+    if any(isinstance(model, DistributedDataParallel) for model in listed):
+        raise PrecisionError.wrapped("in apex.parallel.DistributedDataParallel")
 
 
 def _half(

@@ -101,11 +101,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             check_reachable(parameter)
         broadcast_coalesced(with_copies(module.parameters()))
-        tables = {id(table) for table in find_tables(module)}
-        trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self._trained = [p for p in trained if id(p) not in tables]
-        self._tables = [p for p in trained if id(p) in tables]
-        """Their gradients are sparse, and sent when backward has ended."""
+        self._trained, self._tables = _split_trained(module)
         world = get_transport()
         predivide = 1.0 / gradient_predivide_factor
         postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
@@ -129,7 +125,7 @@ class DistributedDataParallel(nn.Module):
         vars(module)["_apex_average"] = _Owner(self)
         self._add_hooks()
         if world.size > 1:
-            _note_averaged(trained, is_mean=gradient_average)
+            _note_averaged([*self._trained, *self._tables], is_mean=gradient_average)
 
     def _make_buckets(self, layouts: Iterable[BucketLayout]) -> list[GradBucket]:
         return [
@@ -279,6 +275,14 @@ def _check_options(delay: bool, shared: object, triggers: object, streams: int) 
         raise ValueError("allreduce_trigger_params has no meaning with delay_allreduce=True.")
     if delay and streams > 1:
         raise ValueError("num_allreduce_streams has no meaning with delay_allreduce=True.")
+
+
+def _split_trained(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters that are trained, the last first, and the tables among them: their gradients
+    are sparse, and sent when backward has ended."""
+    tables = {id(table) for table in find_tables(module)}
+    trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+    return [p for p in trained if id(p) not in tables], [p for p in trained if id(p) in tables]
 
 
 def _plan(
