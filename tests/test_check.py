@@ -734,6 +734,29 @@ def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:
     assert checked(text.format("len(loader.dataset)")) == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "codes"),
+    [
+        ("if local_rank != 0:\n    pass\nelse:\n    save()", ["INS602"]),
+        ("if local_rank == 0:\n    pass\nelse:\n    save()", []),
+        ("if local_rank == 0 and verbose:\n    pass\nelse:\n    save()", ["INS601"]),
+        ("if rank != 0:\n    return\nsave()", []),
+        ("if rank != 0 and resumed:\n    return\nsave()", ["INS601"]),
+        ("if local_rank == 3:\n    dist.barrier()", ["INS101"]),
+        ("if local_rank == -1:\n    dist.barrier()", []),
+        ("if local_rank >= 0:\n    dist.barrier()", []),
+    ],
+)
+def test_the_side_of_a_condition_decides_which_ranks_run_a_line(lines, codes) -> None:
+    body = lines.replace("save()", "torch.save(net.state_dict(), 'net.pt')")
+    head = "import torch\nimport torch.distributed as dist\ndist.init_process_group()\n"
+    function = (
+        f"def end(net, rank, local_rank, verbose, resumed):\n{textwrap.indent(body, '    ')}\n"
+    )
+    call = "end(torch.nn.Linear(4, 4), dist.get_rank(), int(os.environ['LOCAL_RANK']), True, True)"
+    assert checked(f"import os\n{head}{function}{call}\n") == codes
+
+
 def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:
     text = (
         "import torch\n"

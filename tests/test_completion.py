@@ -62,6 +62,7 @@ def test_what_follows_the_script_is_left_to_the_script(scripts):
     assert in_bash(scripts["bash"], "instep run -n 2 train.py --") == []
     assert "--plain" in in_bash(scripts["bash"], "instep run -n 2 --pl")
     assert in_bash(scripts["bash"], "instep run --output pl") == []
+    assert in_bash(scripts["bash"], "instep run --plain train.py --") == []
 
 
 def test_every_option_of_every_command_is_offered(scripts):
