@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -459,8 +460,10 @@ def test_a_script_in_an_undeclared_encoding_is_refused_as_by_python(
 
 
 def test_what_python_warns_of_as_it_reads_a_script_is_left_to_the_run(recwarn) -> None:
+    filters = [*warnings.filters]
     assert Script("train.py", r"print('\d')").strings == {r"\d"}
     assert not recwarn.list
+    assert warnings.filters == filters
 
 
 def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -480,6 +480,9 @@ def test_derivatives_are_horovods():
         assert grad.tolist() == [(r + 1) * (to + 1) for to in range(n)]
         grad, w = derivative(lambda x: hvd.reducescatter(x, op=hvd.Sum), n, 2)
         assert torch.equal(grad, torch.stack([w[0] * (k + 1) * n for k in range(n)]))
+        scales = {"prescale_factor": 0.5, "postscale_factor": 8.0}
+        grad, w = derivative(lambda x: hvd.reducescatter(x, op=hvd.Sum, **scales), n, 2)
+        assert torch.equal(grad, torch.stack([w[0] * (k + 1) * n * 4 for k in range(n)]))
 
 
 # ----------------------------------------------------------------------------- names, not order

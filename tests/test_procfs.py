@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from instep.process.procfs import ProcessHandle, process_address
+from instep.process.procfs import ProcessHandle, process_address, read_stat
 
 
 def address_of(process):
@@ -24,6 +25,16 @@ def test_a_process_has_ended_when_it_is_a_zombie_and_when_it_is_gone():
         assert watch.has_ended()
         watch.close()
         assert ProcessHandle(address_of(process)).has_ended()
+
+
+def test_the_name_of_a_process_may_hold_brackets_and_spaces():
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    try:
+        name.write_text("a) S 1 (b")
+        assert read_stat(os.getpid()).parent == os.getppid()
+    finally:
+        name.write_text(before)
 
 
 def test_a_process_of_another_host_always_seems_to_live():
