@@ -738,6 +738,21 @@ def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "advised"),
+    [
+        ("(model(x).argmax(1) == y).sum().item()", "accuracy.update(output, y)"),
+        ("model(x).argmax(1).eq(y).sum().item()", "accuracy.update(output, y)"),
+        ("cost(model(x), y).item() * len(x)", "mean.update(value, len(x))"),
+    ],
+)
+def test_a_share_of_hits_is_an_accuracy_and_any_other_a_mean(value, advised) -> None:
+    (page,) = [rule.page for rule in RULES.values() if rule.code == "INS209"]
+    text = examples(page)["Bad"].replace("loss_function(model(x), y).item() * len(x)", value)
+    (finding,) = check_script(Script("train.py", text), RULES.values())
+    assert advised in finding.mend
+
+
+@pytest.mark.parametrize(
     ("lines", "codes"),
     [
         ("if local_rank != 0:\n    pass\nelse:\n    save()", ["INS602"]),

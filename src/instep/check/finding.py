@@ -85,3 +85,16 @@ class Finding:
     message: str
     effect: str
     mend: str
+
+
+TAKE_MEAN = (
+    "mean = instep.Mean()  # or instep.Accuracy()\n"
+    "mean.update(value, len(x))  # in the loop\n"
+    "mean.compute()  # on every rank"
+)
+COUNT_HITS = (
+    "accuracy = instep.Accuracy()\n"
+    "accuracy.update(output, y)  # in the loop\n"
+    "(top1,) = accuracy.compute()  # on every rank"
+)
+"""What several rules advise for what a rank has added up of its own rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import COUNT_HITS, TAKE_MEAN, Hit, Severity, rule
 from instep.check.script import keyword
 from instep.check.script_info import ScriptInfo, split_words
 
@@ -252,11 +252,16 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
                     f"{name} is this rank's share, {info.script.source(whole)} counts the samples "
                     "of all ranks",
                     "with N processes the result is about 1/N of that of one process",
-                    "mean = instep.Mean()  # or instep.Accuracy()\n"
-                    "mean.update(loss, len(x))  # in the loop\n"
-                    "mean.compute()",
+                    COUNT_HITS if _counts_hits(info, place, name) else TAKE_MEAN,
                 )
                 break
+
+
+def _counts_hits(info: ScriptInfo, place: ast.AST, name: str) -> bool:
+    """Whether what is added up is a comparison: `right += (output.argmax(1) == y).sum()`."""
+    called = info.script.call_name
+    parts = [part for changed, _ in additions(info, place, name) for part in ast.walk(changed)]
+    return any(isinstance(part, ast.Compare) or called(part) == "eq" for part in parts)
 
 
 def sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:

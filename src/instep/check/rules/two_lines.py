@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import TAKE_MEAN, Hit, Severity, rule
 from instep.check.rules import counting
 from instep.check.script_info import ScriptInfo
 
@@ -21,12 +21,6 @@ _JOINING = {
 _GATHER = "{name}.append(instep.gather_rows(value))  # in the loop, on every rank"
 _AVERAGES = {"avg", "average", "global_avg"}
 """Attributes of the meters that scripts define."""
-_MEND = (
-    "mean = instep.Mean()  # or instep.Accuracy()\n"
-    "mean.update(value, len(x))  # in the loop\n"
-    "mean.compute()"
-)
-
 _HAPPENS = "from N = 2 on, the result differs by rank, and from that of one process"
 _ALIKE = "the means of all ranks count alike, whatever their rows: not the mean of one process"
 
@@ -73,12 +67,12 @@ def _metric_of_own_rows(info: ScriptInfo) -> Iterator[Hit]:
     """
     quotients = list(_quotients(info))
     for name, count, place in quotients:
-        yield Hit(place, f"{name} and {count} count this rank's rows", _HAPPENS, _MEND)
+        yield Hit(place, f"{name} and {count} count this rank's rows", _HAPPENS, TAKE_MEAN)
     divided = {(info.script.function_of(place), name) for name, _, place in quotients}
     for name, choice in _choices_by_sums(info):
         if (info.script.function_of(choice), name) not in divided:
             test = info.script.source(choice.test)
-            yield Hit(choice, f"{test} decides by {name} of this rank's rows", _HAPPENS, _MEND)
+            yield Hit(choice, f"{test} decides by {name} of this rank's rows", _HAPPENS, TAKE_MEAN)
     yield from _kept_values(info)
     yield from _reads_on_some_ranks(info)
 
@@ -100,7 +94,7 @@ def _kept_values(info: ScriptInfo) -> Iterator[Hit]:
     for name, place in _uses_of_kept_values(info):
         known = {(info.script.function_of(place), name), info.script.statement_of(place)}
         if not known & seen:
-            mend = _GATHER.format(name=name) if _joins_rows(info, place) else _MEND
+            mend = _GATHER.format(name=name) if _joins_rows(info, place) else TAKE_MEAN
             if _is_reduced_by_its_class(info, place):
                 yield Hit(place, f"{name} averages the ranks' means of their rows", _ALIKE, mend)
             else:
