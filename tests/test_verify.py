@@ -427,6 +427,31 @@ def test_a_change_on_one_rank_between_steps_is_told():
     )
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_buffer_that_is_another_one_after_training_is_told(n):
+    """Of two ranks the one whose buffer is not that of one process is named."""
+
+    def end(run, odd):
+        said = {"mean": Fingerprint(1.0, 0.5)}, {"mean": Fingerprint(1.0, 0.6)}
+        ends = (RankSummary(buffers=said[rank == odd]) for rank in range(run.n))
+        both = zip(run.ranks, ends, strict=True)
+        return replace(run, ranks=tuple(replace(rank, end=end) for rank, end in both))
+
+    told = cause(n, oracle=end(made.run(1), None), free=end(made.run(n), 0))
+    place = "after training mean on rank 0 is not that on rank 1"
+    assert told.startswith(f"buffers differ by rank: {place}; something computes it")
+    assert find_divergence(made.evidence(n, free=end(made.run(n), None))) is None
+
+
+def test_buffers_of_modules_that_one_rank_calls_are_not_compared():
+    """Rank 0 may evaluate a copy of the model."""
+
+    def add(rank, k, step):
+        return {"buffers": step.buffers | {"Copy.mean": Fingerprint(1.0, k)}} if rank == 0 else {}
+
+    assert find_divergence(made.evidence(2, add)) is None
+
+
 @pytest.mark.parametrize(("factor", "words"), [(3, "3 times"), (1 / 3, "1/3 of")])
 def test_a_sum_taken_for_a_mean_is_told(factor, words):
     told = cause(3, spoil=lambda k, g: g * factor)
@@ -1046,6 +1071,16 @@ def test_a_gradient_that_adam_normalises_on_one_rank_is_different(solo, tmp_path
     assert (report.divergence.what, report.divergence.step) == ("gradient", 7)
     assert report.cause.startswith("gradients are changed by rank: in step 7 that of")
     assert "on rank 1 is 1.5 times that on rank 0, though" in report.cause
+
+
+def test_a_buffer_that_is_changed_on_one_rank_is_different(solo, tmp_path):
+    """No gradient depends on it, and rank 0's buffers are those of one process."""
+    report = judged(2, (*CHAOTIC, "buffer_by_rank"), solo(*CHAOTIC), tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    assert (report.divergence.what, report.divergence.step) == ("buffers", 8)
+    assert report.cause.startswith(
+        "buffers differ by rank: in step 8 1.running_var on rank 1 is not that on rank 0; something"
+    )
 
 
 @pytest.mark.parametrize("sabotage", ["unsynchronised_norm", *at_night("rank_statistics")])

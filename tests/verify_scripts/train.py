@@ -97,6 +97,8 @@ def main():
             if "stepped_by_rank" in spoilt and many and instep.rank == 1:
                 with torch.no_grad():
                     model[0].weight.mul_(1.01)
+            if "buffer_by_rank" in spoilt and instep.rank == 1 and epoch:
+                model[1].running_var.mul_(1.5)
             if "plateau" in spoilt:
                 plateau.step(loss.item())
             else:

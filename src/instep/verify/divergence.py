@@ -21,7 +21,7 @@ from instep.verify.compare import (
     movement,
     ratio,
 )
-from instep.verify.rank_gradients import find_odd_gradient
+from instep.verify.rank_values import find_odd_buffer, find_odd_gradient
 from instep.verify.recording.records import RunRecord
 
 
@@ -94,7 +94,7 @@ class Divergence:
     step: int
     """Counted from 1, as a user counts."""
     what: str
-    """steps, samples, learning rate, parameters, gradient or loss."""
+    """steps, samples, learning rate, parameters, gradient, buffers or loss."""
     tensor: str | None
     difference: float
     """Relative, where it has a size; else infinite."""
@@ -109,6 +109,7 @@ def find_divergence(e: Evidence) -> Divergence | None:
         _gradient,
         _gradient_of_a_rank,
         _parameters_of_a_rank,
+        _buffers_of_a_rank,
         _steps,
     )
     found = [first for check in order if (first := next(check(e), None)) is not None]
@@ -192,6 +193,12 @@ def _parameters_of_a_rank(e: Evidence) -> Iterator[Divergence]:
         apart, tensor = compare_ranks(e.free, k)
         if apart > e.between_ranks:
             yield Divergence(e.n, k + 1, "parameters", tensor, apart)
+
+
+def _buffers_of_a_rank(e: Evidence) -> Iterator[Divergence]:
+    for k in range(e.free.steps + 1):
+        if (odd := find_odd_buffer(e.oracle, e.free, k, e.between_ranks)) is not None:
+            yield Divergence(e.n, min(k + 1, e.free.steps), "buffers", odd.tensor, odd.difference)
 
 
 def compare_ranks(run: RunRecord, step: int) -> tuple[float, str]:

@@ -8,7 +8,7 @@ import torch
 
 from instep.verify.compare import count_samples, fingerprint_distance
 from instep.verify.divergence import Evidence, compare_ranks
-from instep.verify.rank_gradients import find_odd_gradient, is_averaged
+from instep.verify.rank_values import find_odd_buffer, find_odd_gradient, is_averaged
 from instep.verify.recording.records import Fingerprint, StepRecord
 
 _CLEARLY = 0.05
@@ -70,6 +70,19 @@ def _gradients_changed_by_rank(e: Evidence) -> str | None:
         f"{_format_ranks(list(odd.ranks))} is {how} that on rank {odd.reference}, though it was "
         "averaged over the ranks; something changes, drops or scales it there only"
     )
+
+
+def _buffers_changed_by_rank(e: Evidence) -> str | None:
+    """A buffer is another one on some ranks."""
+    for k in range(e.free.steps + 1):
+        if (odd := find_odd_buffer(e.oracle, e.free, k, e.between_ranks)) is not None:
+            when = f"in step {k + 1}" if k < e.free.steps else "after training"
+            return (
+                f"buffers differ by rank: {when} {odd.tensor} on {_format_ranks(list(odd.ranks))} "
+                f"is not that on rank {odd.reference}; something computes it from a rank's own "
+                "rows, or changes it there only"
+            )
+    return None
 
 
 def _gradients_not_averaged(e: Evidence) -> str | None:
@@ -185,6 +198,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     _scaled_gradient,
     _random_model,
     _local_batch_statistics,
+    _buffers_changed_by_rank,
     _mean_of_means,
     _weighted_loss,
 )

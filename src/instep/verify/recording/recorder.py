@@ -84,6 +84,7 @@ class Recorder:
             indices=tuple(self._loaders.asked),
             divided=divided,
             replicated=self._names.replicated(),
+            buffers=_fingerprint_all(self._names.buffers()),
             opt_out=session.opt_out_reason(),
         )
         self._writer.end(end)

@@ -106,6 +106,8 @@ class RankSummary:
     """The number of sharded calls of an unedited script on several ranks."""
     replicated: frozenset[str] = frozenset()
     """The parameters of models that instep.replicate was called on."""
+    buffers: Fingerprints = field(default_factory=dict)
+    """The buffers after training."""
     opt_out: str | None = None
     """Why the script ran on every rank as it is, if it did and names no batch of all ranks."""
 

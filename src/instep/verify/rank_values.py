@@ -1,7 +1,8 @@
-"""Gradients that instep has averaged over the ranks, and that are not the same on all of them.
+"""Averaged gradients, and buffers, that are not the same on all ranks, though one sum made them so.
 
 Ranks compute with the same sum, in the same bits: whatever differs was changed afterwards, on some
-ranks only. An optimizer that divides by the size of a gradient (Adam) hides it in the parameters.
+ranks only. An optimizer that divides by the size of a gradient (Adam) hides it in the parameters,
+and running statistics show in evaluation alone.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.verify.compare import absolute_difference, ratio
-from instep.verify.recording.records import Fingerprint, RunRecord
+from instep.verify.recording.records import Fingerprint, Fingerprints, RunRecord
 
 _NOTHING = Fingerprint(0.0, 0.0)
 """The fingerprint of a gradient of zeros, and of none."""
 
 
 @dataclass(frozen=True)
-class OddGradient:
-    """A gradient of one step that is another one on some ranks."""
+class OddTensor:
+    """A tensor of one step that is another one on some ranks."""
 
     tensor: str
     ranks: tuple[int, ...]
     reference: int
-    """A rank whose gradient is the right one."""
+    """A rank whose tensor is the right one."""
     difference: float
     """Relative to the right one."""
     factor: float | None
@@ -39,7 +40,7 @@ def is_averaged(run: RunRecord, name: str) -> bool:
 
 def find_odd_gradient(
     oracle: RunRecord, run: RunRecord, step: int, limit: float
-) -> OddGradient | None:
+) -> OddTensor | None:
     """The first averaged gradient of `step` that differs between ranks by more than `limit`.
 
     The right ones are those of most ranks; of two ranks, the one that is nearer to the oracle's.
@@ -58,9 +59,31 @@ def find_odd_gradient(
     return None
 
 
+def find_odd_buffer(oracle: RunRecord, run: RunRecord, step: int, limit: float) -> OddTensor | None:
+    """The first buffer that differs between ranks by more than `limit` before `step`; the buffers
+    after training follow the last step. A module that only some ranks call is not compared."""
+    ranks = buffers_at(run, step)
+    expected = buffers_at(oracle, step)
+    for name in ranks[0] if ranks else ():
+        if not all(name in one for one in ranks):
+            continue
+        values = [one[name] for one in ranks]
+        if any(_relative(values[0], value) > limit for value in values):
+            return _describe(name, values, expected[0].get(name) if expected else None, limit)
+    return None
+
+
+def buffers_at(run: RunRecord, step: int) -> Sequence[Fingerprints]:
+    """The buffers of each rank before `step`, or after training; empty if they are not known."""
+    if step < run.steps:
+        return [one.buffers for one in run.at(step)]
+    ends = [rank.end for rank in run.ranks if rank.end is not None and len(rank.steps) == step]
+    return [end.buffers for end in ends] if len(ends) == run.n else []
+
+
 def _describe(
     name: str, values: Sequence[Fingerprint], expected: Fingerprint | None, limit: float
-) -> OddGradient:
+) -> OddTensor:
     groups: list[list[int]] = []
     for rank, value in enumerate(values):
         same = (group for group in groups if _relative(values[group[0]], value) <= limit)
@@ -79,7 +102,7 @@ def _describe(
     factor = ratio(theirs.norm, ours.norm)
     is_scaled = _relative(Fingerprint(*(factor * each for each in ours)), theirs) <= limit
     alike = all(_relative(values[rank], theirs) <= limit for rank in odd)
-    return OddGradient(
+    return OddTensor(
         name,
         tuple(odd),
         right[0],
