@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import instep
 from instep.distributed import interfaces
+from instep.distributed.errors import PeerLeftError
 from instep.distributed.identity import authentication, endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import (
@@ -34,6 +35,7 @@ from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
+from instep.process.failures.tracebacks import awaited_rank
 from launching import LAUNCHER_VARIABLES, free_port, wait_until
 from pool import ranks
 
@@ -75,6 +77,25 @@ def test_what_a_rank_writes_is_read_back_by_python_and_by_torch():
         assert not ours.check(["a"])
         assert ours.num_keys() > 3
         assert not ours.has_extended_api()
+
+
+def test_a_store_whose_process_has_ended_names_its_rank_and_logs_nothing(capfd):
+    """torch logs 20 lines of C++ for each call, and says no rank."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    below = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    store = VerifiedStore(below, KEY, keeper=0)
+    store.set("here", "x")
+    del server
+    for call in (lambda: store.get("here"), lambda: store.check(["here"]), store.num_keys):
+        with pytest.raises(PeerLeftError, match="rank 0 has ended") as raised:
+            call()
+        assert awaited_rank(raised.value) == 0
+    with pytest.raises(dist.DistNetworkError):
+        VerifiedStore(below, KEY).wait(["here"])
+    assert capfd.readouterr().err == ""
+    with pytest.raises(dist.DistNetworkError):
+        below.check(["here"])
+    assert "frame #1" in capfd.readouterr().err  # others' warnings are logged as before
 
 
 def test_what_a_stranger_writes_is_not_read():

@@ -120,6 +120,11 @@ def clear() -> None:
     _reopened.clear()
 
 
+def is_kept_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store is torchrun's, which outlives ranks: they are restarted."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def store_host(store: dist.Store) -> str | None:
     """The host at which rank 0 listens, as this rank knows it; None where it is not known."""
     while isinstance(store, dist.PrefixStore | VerifiedStore):
@@ -168,9 +173,7 @@ def _store_from_environment(environ: Mapping[str, str], joining: _Joining) -> _F
 def _store_at_master(
     host: str, port: int, environ: Mapping[str, str], joining: _Joining
 ) -> dist.Store:
-    if (
-        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):  # it outlives ranks, which are restarted
+    if is_kept_by_torchrun(environ):
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"instep/attempt{attempt}", joining.client(host, port))
     listener = inherited_listener(port) if joining.world.rank == 0 else None

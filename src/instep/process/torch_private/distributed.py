@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,44 @@ dump_flight_record: Callable[[bool, bool, bool], bytes] | None = getattr(
     _c10d, "_dump_fr_trace", None
 )
 """PyTorch's record of its last collectives; None in a build without it."""
+
+
+_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+_ERRORS_ONLY = 2
+_log_lock = threading.Lock()
+_quiet_since: list[int] = []
+"""The level before, once for each thread that is in `quiet_log`."""
+
+
+def _log_level() -> ctypes.c_int | None:
+    """The level of PyTorch's log in C++; None in a build without it, or where the user sets it."""
+    if _LOG_VARIABLE not in os.environ:
+        with suppress(OSError, ValueError):
+            library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
+            return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    return None
+
+
+_level = _log_level()
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """PyTorch's C++ logs no warnings inside. A store whose process has ended logs 20 lines for each
+    call, and raises DistNetworkError besides."""
+    if _level is None:
+        yield
+        return
+    with _log_lock:
+        _quiet_since.append(_quiet_since[0] if _quiet_since else _level.value)
+        _level.value = max(_quiet_since[0], _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        with _log_lock:
+            before = _quiet_since.pop()
+            if not _quiet_since:
+                _level.value = before
 
 
 def default_store() -> dist.Store:
