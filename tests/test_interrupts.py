@@ -60,6 +60,20 @@ HANDLER = "signal.signal(signal.SIGINT, lambda number, frame: stop.append(number
 SLEEPS = {"body": "print('go', flush=True); time.sleep(1000)", "after": "time.sleep(1000)"}
 
 
+SAVES = TWO_LINES | {
+    "door": """
+def save(number, frame):
+    torch.save(optimizer.state_dict(), "optimizer.pt")  # a collective
+    stop.append(number)
+
+signal.signal(signal.SIGUSR1, save)
+import instep""",
+    "wrap": """model = instep.replicate(model)
+optimizer = instep.shard(torch.optim.Adam(model.parameters()))""",
+    "body": f"{STEP}; optimizer.step()",
+}
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path, ("run",))
@@ -225,13 +239,14 @@ def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("parts", [UNEDITED, SAVES], ids=["unedited", "two lines"])
 def test_a_signal_that_the_script_handles_takes_effect_on_all_ranks_at_one_step(
-    launch: Launch,
+    launch: Launch, parts: dict[str, str]
 ) -> None:
     """It comes to one rank. The job is one that a shell has started with `&`: Ctrl-C is ignored."""
     handler = HANDLER.replace("SIGINT", "SIGUSR1")
     in_background = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    path = script(launch, **UNEDITED | {"before": handler})
+    path = script(launch, **parts | ({} if parts["door"] else {"before": handler}))
     with launch.start("-n", 2, path, **in_background) as process:
         until(process, "go")
         (rank_1,) = [
@@ -242,7 +257,8 @@ def test_a_signal_that_the_script_handles_takes_effect_on_all_ranks_at_one_step(
         rank_1.send_signal(signal.SIGUSR1)
         result = launch.end_of(process)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("all at the same step: ")
+    assert "all at the same step: " in result.stdout
+    assert "all at the same step: False" not in result.stdout
     assert (launch.folder / "model.pt").exists()
 
 

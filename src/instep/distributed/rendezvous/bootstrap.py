@@ -46,7 +46,7 @@ from instep.distributed.rendezvous.devices import (
     device_name,
     take_device,
 )
-from instep.distributed.rendezvous.stores import is_kept_by_torchrun, open_store, store_host
+from instep.distributed.rendezvous.stores import has_agent_store, open_store, store_host
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.process import malloc, print_line, settings
@@ -178,7 +178,7 @@ def _init(
     if device.type == "cuda":
         os.environ.setdefault(_P2P_WARNING, "false")
     bare = dist.PrefixStore(prefix, joined.store) if prefix else joined.store
-    keeper = None if isinstance(method, dist.Store) or is_kept_by_torchrun() else 0
+    keeper = None if isinstance(method, dist.Store) or has_agent_store() else 0
     store = bare if joined.key is None else VerifiedStore(bare, joined.key, keeper=keeper)
     one_host = joined.interface == interfaces.LOOPBACK
     listen = partial(_listener, store, one_host)

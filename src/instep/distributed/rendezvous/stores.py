@@ -120,7 +120,7 @@ def clear() -> None:
     _reopened.clear()
 
 
-def is_kept_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+def has_agent_store(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the store is torchrun's, which outlives ranks: they are restarted."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -173,7 +173,7 @@ def _store_from_environment(environ: Mapping[str, str], joining: _Joining) -> _F
 def _store_at_master(
     host: str, port: int, environ: Mapping[str, str], joining: _Joining
 ) -> dist.Store:
-    if is_kept_by_torchrun(environ):
+    if has_agent_store(environ):
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"instep/attempt{attempt}", joining.client(host, port))
     listener = inherited_listener(port) if joining.world.rank == 0 else None

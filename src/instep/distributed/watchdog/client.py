@@ -33,6 +33,7 @@ from instep.distributed.watchdog.call_stack import (
     main_thread_wait,
 )
 from instep.distributed.watchdog.connection import Message
+from instep.distributed.watchdog.signals import script_handlers
 from instep.distributed.watchdog.signals.rank_signals import rank_signals
 from instep.distributed.watchdog.stalls import python_stacks
 from instep.distributed.watchdog.torch_trace import traced_steps
@@ -227,6 +228,7 @@ class WatcherClient:
             **(hub | passed),
         )
         rank_signals.install(self.send)
+        script_handlers.install()
         self._listener = threading.Thread(target=self._listen, name="instep watch", daemon=True)
         self._listener.start()
         atexit.register(self._finish)

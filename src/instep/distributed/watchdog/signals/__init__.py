@@ -6,7 +6,7 @@ only reports it. The hub lets all ranks pause before their next collective, coll
 has entered, and chooses one that none has entered: the exception is raised at the script's next
 line after that one. If no collective follows, the hub lets it be raised where the ranks are.
 
-The handler of an unedited script for SIGTERM, SIGUSR1 or SIGUSR2, which asks for a checkpoint, is
+The script's handler of SIGTERM, SIGUSR1 or SIGUSR2, which asks for a checkpoint, is
 called in the same way: else one rank would leave after a step that another has ended before its
 signal came.
 

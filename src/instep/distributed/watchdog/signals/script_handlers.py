@@ -1,14 +1,27 @@
-"""The handlers of an unedited script, which are called at the same point on every rank: patches of
-the module signal."""
+"""The script's handlers, which are called at the same point on every rank: patches of `signal`."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
 from instep.distributed.watchdog.messages import COMMON_SIGNALS
 from instep.distributed.watchdog.signals.rank_signals import on_signal, rank_signals
+from instep.process.patching import PatchHandle, patches
+
+
+def install() -> None:
+    """From now on it is so, also of the handlers that the script has set before. Does nothing in
+    other threads than the main one."""
+    if not rank_signals.is_main_thread_of_rank():
+        return
+    for number in COMMON_SIGNALS:
+        handler = signal.getsignal(number)
+        if number != signal.SIGINT and callable(handler):
+            set_handler(signal.signal, number, handler)
+    PatchHandle(_PATCHES)
 
 
 def set_handler(original: Callable[..., Any], signalnum: int, handler: Any) -> Any:
@@ -45,6 +58,22 @@ def raise_signal(original: Callable[..., Any], signalnum: int) -> Any:
     """For signal.raise_signal."""
     announce_own(signalnum)
     return original(signalnum)
+
+
+def _kill(original: Callable[..., Any], pid: int, signalnum: int) -> Any:
+    """For os.kill."""
+    if pid == os.getpid():
+        announce_own(signalnum)
+    return original(pid, signalnum)
+
+
+_PATCHES = patches(
+    "a signal takes effect at the same point of the script on every rank",
+    (signal, "signal", set_handler),
+    (signal, "getsignal", get_handler),
+    (signal, "raise_signal", raise_signal),
+    (os, "kill", _kill),
+)
 
 
 def announce_own(number: int) -> None:
