@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from contextlib import suppress
 
@@ -164,7 +165,29 @@ def test_a_master_is_host_and_port(text):
 # ------------------------------------------------------------------------------------- the assembly
 
 
-def come(place, *members, seconds=5.0):
+@pytest.fixture
+def late_after(monkeypatch):
+    """A wait is over after the first line that it prints when so many members are there."""
+
+    def over(count):
+        def check(wait, arrived=dict):
+            are_there, now = len(arrived()) == count, time.monotonic()
+            if are_there and not noticed:
+                noticed.append(wait)
+                wait._next_line = 0.0
+                wait._begin = now
+            else:
+                wait._begin = now - (wait._seconds if are_there else 0)
+            honest(wait, arrived)
+
+        monkeypatch.setattr(ArrivalWait, "check", check)
+
+    noticed = []
+    honest = ArrivalWait.check
+    return over
+
+
+def come(place, *members, seconds=50.0):
     """What each of the members hears: the facts, or the error."""
     heard = {}
 
@@ -205,35 +228,35 @@ def test_all_hear_why_they_are_not_one_job(place):
     assert heard[0].startswith("two versions of instep in one job")
 
 
-def test_all_hear_who_is_missing_and_who_is_there(place):
-    heard = come(
-        place, Participant(0, 3, CARD, 1), Participant(1, 3, card(host="i"), 1), seconds=0.5
-    )
+def test_all_hear_who_is_missing_and_who_is_there(place, late_after):
+    late_after(2)
+    heard = come(place, Participant(0, 3, CARD, 1), Participant(1, 3, card(host="i"), 1))
     expected = (
-        "rank 2 of 3 did not come within 0 seconds; those that came: rank 0 on h, rank 1 on i."
+        "rank 2 of 3 did not come within 50 seconds; those that came: rank 0 on h, rank 1 on i."
     )
     assert [text.startswith(expected) for text in heard] == [True, True]
 
 
-def test_who_waits_long_says_for_whom(place, monkeypatch, capfd):
-    monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
-    come(place, Participant(0, 4, CARD, 1), Participant(2, 4, card(host="i"), 1), seconds=0.5)
+def test_who_waits_long_says_for_whom(place, late_after, capfd):
+    late_after(2)
+    come(place, Participant(0, 4, CARD, 1), Participant(2, 4, card(host="i"), 1))
     assert (
-        "instep: has waited 0 s for ranks 1, 3 of 4 to arrive, and waits 0 s more; "
+        "instep: has waited 0 s for ranks 1, 3 of 4 to arrive, and waits 50 s more; "
         "those that came: rank 0 on h, rank 2 on i.\n"
     ) in capfd.readouterr().err
 
 
-def test_who_does_not_find_the_first_says_so(place, monkeypatch, capfd):
-    monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
-    come(place, Participant(1, 3, CARD, 1), seconds=0.2)
-    expected = "instep: has waited 0 s for rank 0 of 3 to arrive, and waits 0 s more.\n"
+def test_who_does_not_find_the_first_says_so(place, late_after, capfd):
+    late_after(0)
+    come(place, Participant(1, 3, CARD, 1))
+    expected = "instep: has waited 0 s for rank 0 of 3 to arrive, and waits 50 s more.\n"
     assert capfd.readouterr().err == expected
 
 
-def test_the_others_hear_that_the_first_never_came(place):
-    (heard,) = come(place, Participant(1, 2, CARD, 1), seconds=0.2)
-    assert heard.startswith("rank 0 of 2 did not come within 0 seconds.")
+def test_the_others_hear_that_the_first_never_came(place, late_after):
+    late_after(0)
+    (heard,) = come(place, Participant(1, 2, CARD, 1))
+    assert heard.startswith("rank 0 of 2 did not come within 50 seconds.")
 
 
 @pytest.mark.parametrize(

@@ -151,18 +151,19 @@ def main(rank, folder):
 
 if __name__ == "__main__":
     os.mkfifo(f"{sys.argv[1]}/told")
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")  # torch is there
 """
 
 
 @pytest.mark.launch
+@pytest.mark.timeout(120)
 def test_a_spawned_rank_that_waited_in_vain_and_reports_it_first_is_not_the_one_that_is_shown(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(EFFECT_FIRST)
     ran = subprocess.run(
         [sys.executable, "train.py", str(tmp_path)],
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=50, check=False,
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert ran.returncode == 1
     assert "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\n" in ran.stderr

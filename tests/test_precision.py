@@ -8,6 +8,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -617,6 +618,44 @@ def test_pytorchs_own_scaler_agrees_over_a_replica():
         assert (sums_of_parameters(model) == before) is overflows
         assert scaler.get_scale() == 2.0**15
     assert len({str(s) for s in instep.all_gather_object(sums_of_parameters(model))}) == 1
+
+
+def overflows_on_one_rank(log, divides, accumulates):
+    """The loss of the last rank's rows is infinite in the second and in the fifth batch."""
+    model = instep.replicate(small_model())
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    if divides:
+        optimizer = instep.shard(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaled_step = SimpleNamespace(step=lambda: scaler.step(optimizer))
+    log.begin(model)
+    overflows = False
+    for k, (x, y) in enumerate(log.batches(instep.shard(DataLoader(data(52), 5)))):
+        loss = cross_entropy(model(x), y) / accumulates
+        log.loss(loss, len(x))
+        if k in (1, 4):
+            overflows = True
+            loss = loss * (float("inf") if instep.rank == instep.world_size - 1 else 1)
+        scaler.scale(loss).backward()
+        if (k + 1) % accumulates:
+            continue
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if overflows:
+            scaler.step(optimizer)
+        else:
+            log.step(scaled_step, model)
+        before = scaler.get_scale()
+        scaler.update()
+        assert scaler.get_scale() == before * (0.5 if overflows else 2)
+        optimizer.zero_grad()
+        overflows = False
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("accumulates", [1, 3])
+def test_an_infinite_gradient_on_one_rank_skips_the_step_of_one_process(divides, accumulates):
+    same_as_one_process(overflows_on_one_rank, divides, accumulates, sizes=(2, 3))
 
 
 def accumulated(log, level):
