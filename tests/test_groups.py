@@ -91,9 +91,12 @@ def test_groups_that_overlap_do_not_mix_their_numbers():
 
 @ranks(2)
 def test_a_group_waits_as_long_as_init_was_told():
-    told = timedelta(seconds=1)
+    told = timedelta(seconds=77)
     with mock.patch.object(bootstrap, "default_timeout", return_value=told):
         pair = instep.group([0, 1])
+    backend = pair.handle._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == told
+    backend._set_default_timeout(timedelta(seconds=1))
     if instep.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
             instep.all_reduce(torch.ones(1), group=pair)
