@@ -346,6 +346,15 @@ def test_a_batch_whose_rows_fit_on_one_rank_only_is_not_meant():
     assert BatchCandidates(blocks, fits).resolve() is blocks[0]
 
 
+@ranks(3)
+def test_any_number_of_rows_is_not_that_of_a_batch_of_fewer_samples_than_ranks():
+    """A training by Horovod's names after a loop with such a last batch had the weights of it."""
+    blocks = (Block(instep.rank, 3, 2), None)
+    assert BatchCandidates(blocks, frozenset({4})).resolve() is None
+    assert BatchCandidates(blocks, frozenset({1})).resolve() is blocks[0]
+    assert BatchCandidates((blocks[0], Block(instep.rank, 3, 9)), frozenset({2})).resolve()
+
+
 @pytest.mark.parametrize("is_left", [False, True], ids=["in the loop", "after it was left"])
 def test_a_loop_without_gradients_and_the_training_around_it_are_told_apart_by_the_gradients(
     is_left,

@@ -48,13 +48,16 @@ class BatchCandidates:
         ones.
 
         Inputs that have on every rank as many times the rows of a batch as on the others are made
-        of it, too: several views of each sample.
+        of it, too: several views of each sample. Not where they may be of no batch, and a batch
+        has fewer samples than ranks: then each has one row, and any number is so many times that.
         """
         if len(self.blocks) == 1:
             return self._resolve_single()
         times = range(1, _MAX_VIEWS + 1) if self.same_on_all_ranks else (1,)
         fits = [
-            block is not None and views * _rows(block) in self.rows
+            block is not None
+            and views * _rows(block) in self.rows
+            and not (views > 1 and block.has_empty_ranks and None in self.blocks)
             for views in times
             for block in self.blocks
         ]
