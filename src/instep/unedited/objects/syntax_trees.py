@@ -65,7 +65,11 @@ def _is_own_class(node: ast.AST) -> bool:
 
 def definition_of(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
     """A function as its file has it; None if it is not found there, or is not the only one."""
-    code = function.__code__
+    return definition_of_code(function.__code__)
+
+
+def definition_of_code(code: types.CodeType) -> ast.FunctionDef | ast.Lambda | None:
+    """As `definition_of`, of the function that has this code."""
     found = _definitions(code.co_filename).get((code.co_name, code.co_firstlineno), [])
     return found[0] if len(found) == 1 else None
 

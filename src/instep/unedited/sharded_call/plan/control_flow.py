@@ -29,7 +29,11 @@ from instep.process.process_value import ProcessValue
 from instep.process.torch_private.compiler import skip_frame
 from instep.unedited.sharded_call.plan.module_state.module_properties import is_library
 
-_READING = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy")
+_READING = (
+    *("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__array__"),
+    *("__iter__", "unbind"),
+)
+"""Methods by which Python gets at what is in a tensor, or at its rows."""
 _WHOLE_NUMBERS = "biu"
 """The kinds of numpy's types of truth values and integers."""
 _MAX_READINGS = 64
@@ -108,6 +112,8 @@ class ForwardTrace:
         """Of each forward."""
         self.floats: list[float] = []
         """What the last forward has read by `item` and `float`."""
+        self.note: Callable[[Tensor, FrameType], None] | None = None
+        """Gets each tensor from which is read, and the code that does."""
         self.is_over = self.is_reading = False
         self.thread = threading.get_ident()
         self._codes, self._readings, self._stops = codes, readings, stops
@@ -228,6 +234,21 @@ def floats_read() -> list[float]:
     return [] if _current.value is None else _current.value.floats
 
 
+@contextmanager
+def noted_reads(note: Callable[[Tensor, FrameType], None]) -> Iterator[None]:
+    """Inside, this gets each tensor from which the trace that is under way, if any, sees that the
+    script reads, and the code that does."""
+    trace = _current.value
+    if trace is None:
+        yield
+        return
+    trace.note = note
+    try:
+        yield
+    finally:
+        trace.note = None
+
+
 def probe_flow() -> AbstractContextManager[Callable[[], bool]]:
     """See `ForwardTrace.probing`, of the trace that is under way, if any."""
     return nullcontext(lambda: False) if _current.value is None else _current.value.probing()
@@ -291,8 +312,11 @@ def _noting(method: Any, trace: ForwardTrace) -> Any:
             value = method(tensor, *args, **kwargs)
         finally:
             trace.is_reading = False
-        if sys._getframe(1).f_code.co_filename.startswith(PACKAGE_FOLDER):
+        frame = sys._getframe(1)
+        if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
             return value
+        if trace.note is not None:
+            trace.note(tensor, frame)
         if isinstance(value, bool | int):
             trace.readings[-1].append(value)
         elif isinstance(value, float):

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from instep.unedited.sharded_call.compare.probes.recorded_operations import (
     OperationRecorder,
     RecordedOperation,
 )
+from instep.unedited.sharded_call.compare.probes.row_reads import RowReads
 from instep.unedited.sharded_call.compare.probes.row_wide_values import RowWideValues
 from instep.unedited.sharded_call.compare.rounding import LEAST_ERROR, finite_error
+from instep.unedited.sharded_call.plan.control_flow import noted_reads
 from instep.unedited.sharded_call.shards.reductions import Place as ReductionPlace
 from instep.unedited.sharded_call.shards.reductions import ReductionCall
 
@@ -112,7 +115,9 @@ class RowOperations:
         """Over how many rows the script's own reductions go in the whole forward."""
         self._mixing: set[tuple[OperationPlace, int]] = set()
         """The operations that keep the rows, and of which a row depends on others."""
-        self.values = RowWideValues()
+        self.reads = RowReads()
+        """Where the forward reads from its rows."""
+        self._values = RowWideValues(self.reads)
         """What a part's forward computes from such operations."""
         self.are_known = False
         """Whether both forwards have come to their ends."""
@@ -123,16 +128,17 @@ class RowOperations:
         found = self._whole if of_whole else self._part
         found.clear()
         self.are_known = False
+        self.reads.begin(of_whole=of_whole)
         if of_whole:
             self._lengths.clear()
         else:
             self._mixing.clear()
-            self.values = RowWideValues()
+            self._values = RowWideValues(self.reads)
 
         def note(seen: RecordedOperation) -> Any:
             name, *_ = seen.place
             if not of_whole:
-                self.values.note_operation(seen)
+                self._values.note_operation(seen)
             if not seen.is_in_place and (not seen.is_view or name in _ONE_ROW):
                 calls = found.setdefault(seen.place, [])
                 calls.append(_Call.of(seen.args, seen.result))
@@ -145,10 +151,11 @@ class RowOperations:
             if of_whole:
                 lengths.add(len(call.tensor))
             elif lengths and len(call.tensor) not in lengths:
-                self.values.add(result)
+                self._values.add(result)
 
-        sizes = nullcontext() if of_whole else self.values.reading_sizes()
-        with OperationRecorder(note, note_reduction).enabled(), sizes:
+        sizes = nullcontext() if of_whole else self._values.reading_sizes()
+        note_row_read = partial(self.reads.note, of_whole=of_whole)
+        with OperationRecorder(note, note_reduction).enabled(), sizes, noted_reads(note_row_read):
             yield
         self.are_known = not of_whole
 
@@ -163,11 +170,11 @@ class RowOperations:
         name, *_ = seen.place
         if not any(given) or seen.is_view:
             return
-        self.values.note_choice(seen)
+        self._values.note_choice(seen)
         if not (name in _MOVING or any(returned)):
-            self.values.add(seen.result)
+            self._values.add(seen.result)
             if isinstance(seen.result, bool):  # of `torch.equal`
-                self.values.note_read(seen.frame)
+                self._values.note_read(seen.frame)
         elif (
             name not in _MOVING
             and len(_row_lengths(part.given, given) | _row_lengths(part.returned, returned)) == 1

@@ -2,7 +2,7 @@
 `if len(chosen) > 8:`.
 
 A part of the batch may have another one than the whole batch has, in the first call that any of
-them takes that branch. So a forward that reads one in the condition of a branch which matters is
+them takes that branch. So a forward that reads one in the condition of a branch which makes_difference is
 not divided. What is computed from a reduction over the rows is followed through all operations,
 and of the rows that were chosen by their values their number.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from instep.process.patching import replaced
 from instep.process.torch_private.tensors import tree_leaves
-from instep.unedited.sharded_call.compare.probes.branches import SIZES, branch_at
+from instep.unedited.sharded_call.compare.probes.branches import SIZES
 from instep.unedited.sharded_call.compare.probes.recorded_operations import RecordedOperation
+from instep.unedited.sharded_call.compare.probes.row_reads import RowReads
 
 _READING = "aten::_local_scalar_dense"
 _INDEXING = frozenset(("aten::index", "aten::index_select", "aten::gather"))
@@ -57,9 +58,9 @@ class _Tensors:
 class RowWideValues:
     """What a forward computes from reductions over its rows, and where it reads that."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: RowReads) -> None:
         self._tensors, self._chosen = _Tensors(), _Tensors()
-        self._reads: set[tuple[CodeType, int]] = set()
+        self._reads = reads
 
     def add(self, results: Any) -> None:
         """Note that these tensors are computed from all rows."""
@@ -107,9 +108,4 @@ class RowWideValues:
     def note_read(self, frame: FrameType | None) -> None:
         """Note that the code of this frame reads one."""
         if frame is not None:
-            self._reads.add((frame.f_code, frame.f_lasti))
-
-    def first_branch(self) -> str:
-        """Where the script takes a branch by one that makes a difference; "" if nowhere."""
-        places = (branch_at(code, instruction) for code, instruction in self._reads)
-        return min(filter(None, places), default="")
+            self._reads.note_of_all(frame)

@@ -99,7 +99,7 @@ def depends_on_reductions(
 def branch_by_all_rows(operations: RowOperations, group: ShardGroup) -> str:
     """Say that the forward whose operations these are takes a branch by a value of all rows; "" if
     not. Collective."""
-    place = operations.values.first_branch() if operations.are_known else ""
+    place = operations.reads.first_branch() if operations.are_known else ""
     if not on_any_rank(bool(place), group.transport):
         return ""
     return f"it takes a branch by a value of the whole batch{place and f' ({place})'}"
