@@ -9,7 +9,9 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+import instep
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.probes.branches import makes_difference
 from instep.unedited.sharded_call.compare.probes.function_rows import FunctionRows
@@ -174,11 +176,48 @@ class ChangesRowsByTheirLabels(Around):
         return torch.stack(scores)
 
 
-WHOLE = (CentresWithOneLabel, AsksAFunction, AsksAPart, AsksAnArray, GoesOverRows)
+class AsksTheFirstLabel(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        return scores / 2 if y[0] == 9 else scores
+
+
+class FollowsTheFirstLabel(Around):
+    """No branch, but what is computed from a whole number."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        return torch.where(y[0] == 9, scores / 2, scores)
+
+
+class ReadsEachLabel(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.body(x)
+        rows = [scores[i] / 2 if y[i] > 1 else scores[i] for i in range(len(y))]
+        return torch.stack(rows)
+
+
+class CallsExpertsOfLabels(Around):
+    """Those that have rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        of_experts = F.one_hot(y, 4).T
+        found = torch.zeros(len(x), 3, dtype=x.dtype)
+        for expert in torch.greater(of_experts.sum(dim=-1), 0).nonzero():
+            rows = of_experts[expert[0]].nonzero()[:, 0]
+            found = found.index_add(0, rows, self.body(x[rows]) * (1 + int(expert)))
+        return found
+
+
+WHOLE = (
+    *(CentresWithOneLabel, AsksAFunction, AsksAPart, AsksAnArray, GoesOverRows),
+    *(AsksTheFirstLabel, FollowsTheFirstLabel),
+)
+DIVIDED = (ChangesRowsByTheirLabels, ReadsEachLabel, CallsExpertsOfLabels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*WHOLE, ChangesRowsByTheirLabels])
+@pytest.mark.parametrize("kind", [*WHOLE, *DIVIDED])
 @ranks(2)
 def test_a_branch_by_the_labels_of_all_rows_is_that_of_the_whole_batch(kind: type[Around]) -> None:
     torch.manual_seed(0)
@@ -186,3 +225,27 @@ def test_a_branch_by_the_labels_of_all_rows_is_that_of_the_whole_batch(kind: typ
         for x, y in batches(2):
             kind().double()(x, y)
         assert modules.call_counts.sharded == (0 if kind in WHOLE else 2)
+
+
+class FollowsTheFirstRow(Around):
+    """Where it is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x)
+        return scores * (1e4 / x[0].norm()).clamp(max=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FollowsTheFirstRow, Around])
+@ranks(2)
+def test_a_compiled_module_is_tried_as_it_is_written(kind: type[Around]) -> None:
+    torch.manual_seed(0)
+    inside = kind() if kind is not Around else kind().body
+    model = torch.compile(inside.double(), backend="eager")
+    with sharding() as log:
+        for x, _ in batches(2):
+            model(x)
+        assert modules.call_counts.sharded == (0 if kind is FollowsTheFirstRow else 2)
+    assert ("depend on each other" in log.getvalue()) == (
+        kind is FollowsTheFirstRow and instep.rank == 0
+    )

@@ -23,6 +23,7 @@ from instep.unedited.sharded_call.compare.probes.dependencies import (
     depends_on_numbers,
     find_dependency,
     holds_for_zeros,
+    note_eager_forward,
 )
 from instep.unedited.sharded_call.compare.probes.row_operations import RowOperations
 from instep.unedited.sharded_call.compare.probes.unused_reductions import (
@@ -206,6 +207,8 @@ class CallComparison:
             raise ShardedCallError("it divides by something else than its rows")
         is_first = not (self.known_outputs or self._tolerances.is_proven)
         operations = RowOperations()
+        if is_first:
+            note_eager_forward(reference, group)
         if is_first and (why := find_dependency(reference, plan, group, operations)):
             raise ShardedCallError(why)
         if is_first and depends_on_reductions(reference, plan, group, operations):

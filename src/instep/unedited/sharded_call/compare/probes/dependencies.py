@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.transport import Transport
 from instep.distributed.numbers import on_any_rank
 from instep.training.blocks import Block
 from instep.training.pytree import flatten, leaves_of, unflatten
@@ -53,6 +54,7 @@ from instep.unedited.sharded_call.run.forward.joined_outputs import join_output
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
 from instep.unedited.sharded_call.run.region import Region
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
+from instep.unedited.sharded_call.shards.reductions import noted_lengths
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FACTORS = ((8.0, -8.0), (8.0, 0.125))
@@ -128,8 +130,6 @@ def find_dependency(
     smaller ones. What fails, is not finite or takes another branch with such arguments proves
     nothing; values that differ must differ twice. Collective. Leaves another state behind.
     """
-    if is_compiled(reference.call.parts):  # it would be compiled anew
-        return ""
     call, division = reference.call, plan.division
     dims = [None if k == division.offsets else dim for k, dim in enumerate(division.dims)]
     found: str | None = None
@@ -168,8 +168,6 @@ def find_dependency(
 def depends_on_numbers(reference: Reference, plan: ShardingPlan, group: ShardGroup) -> bool:
     """Whether by this plan the outputs are clearly others where the call gets other numbers beside
     its rows: a weight of what goes over the rows may be zero still. As `find_dependency`."""
-    if is_compiled(reference.call.parts):
-        return False
     call, dims = reference.call, plan.division.dims
     return any(
         _find_difference(
@@ -210,7 +208,7 @@ def _try_other(
     call = reference.call
     if all(leaf is own for leaf, own in zip(other.leaves, call.leaves, strict=True)):
         return None
-    with probe_forwards() as is_other:
+    with probe_forwards(call) as is_other:
         found, _ = attempt(
             lambda checked: _probe(
                 other, reference, plan, replace(group, transport=checked), operations, error
@@ -349,13 +347,41 @@ def detached(parts: Sequence[Any]) -> list[Any]:
     ]
 
 
+def note_eager_forward(reference: Reference, group: ShardGroup) -> None:
+    """Run a compiled module's forward once as it is written, so that its branches are known to the
+    trials, which do that, and the reductions that it computes. Collective."""
+    if not is_compiled(reference.call.parts):
+        return
+
+    def run(_: Transport) -> None:
+        reference.before.restore()
+        run_whole(reference.call)
+
+    forward = reference.forward
+    with (
+        _forwards_without_effects(reference.call),
+        noted_lengths(forward.sum_lengths, forward.reduction_lengths),
+    ):
+        attempt(run, group.transport)
+
+
 @contextmanager
-def probe_forwards() -> Iterator[Callable[[], bool]]:
+def probe_forwards(call: BoundCall) -> Iterator[Callable[[], bool]]:
     """Inside, forwards are made that do not count, without gradients, and nothing is left of them;
     yields whether they have come to a branch that no other one has taken."""
-    quiet = observed(is_silent=True, is_lasting_error=True)
-    with probe_flow() as is_other, torch.no_grad(), autocast_cache_off(), quiet:
+    with probe_flow() as is_other, _forwards_without_effects(call):
         yield is_other
+
+
+@contextmanager
+def _forwards_without_effects(call: BoundCall) -> Iterator[None]:
+    """Inside, forwards leave nothing; those of compiled modules run as they are written, since they
+    would be compiled anew for other values."""
+    is_eager = is_compiled(call.parts)
+    stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
+    quiet = observed(is_silent=True, is_lasting_error=True)
+    with torch.no_grad(), autocast_cache_off(), quiet, stance:
+        yield
 
 
 @contextmanager

@@ -24,7 +24,10 @@ from instep.unedited.sharded_call.compare.probes.recorded_operations import (
     RecordedOperation,
 )
 from instep.unedited.sharded_call.compare.probes.row_reads import RowReads
-from instep.unedited.sharded_call.compare.probes.row_wide_values import RowWideValues
+from instep.unedited.sharded_call.compare.probes.row_wide_values import (
+    KnownTensors,
+    RowWideValues,
+)
 from instep.unedited.sharded_call.compare.rounding import LEAST_ERROR, finite_error
 from instep.unedited.sharded_call.plan.control_flow import noted_reads
 from instep.unedited.sharded_call.shards.reductions import Place as ReductionPlace
@@ -93,11 +96,9 @@ class OperationKind(Enum):
     """Another one over them, or along them."""
     PAIRS = auto()
     """It computes something for each two of them."""
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it may be the sum or the mean that the forward returns."""
-        return self is OperationKind.SUM
+    WHOLE_NUMBERS = auto()
+    """It gives whole numbers over them: what is compared with these, or computed in floats, is
+    another."""
 
 
 class RowOperations:
@@ -119,6 +120,7 @@ class RowOperations:
         """Where the forward reads from its rows."""
         self._values = RowWideValues(self.reads)
         """What a part's forward computes from such operations."""
+        self._has_whole_numbers = False
         self.are_known = False
         """Whether both forwards have come to their ends."""
 
@@ -133,6 +135,7 @@ class RowOperations:
             self._lengths.clear()
         else:
             self._mixing.clear()
+            self._has_whole_numbers = False
             self._values = RowWideValues(self.reads)
 
         def note(seen: RecordedOperation) -> Any:
@@ -152,12 +155,14 @@ class RowOperations:
                 lengths.add(len(call.tensor))
             elif lengths and len(call.tensor) not in lengths:
                 self._values.add(result)
+                self._has_whole_numbers |= _has_whole_numbers(result)
 
         sizes = nullcontext() if of_whole else self._values.reading_sizes()
         note_row_read = partial(self.reads.note, of_whole=of_whole)
         with OperationRecorder(note, note_reduction).enabled(), sizes, noted_reads(note_row_read):
             yield
         self.are_known = not of_whole
+        self.reads.end(lambda place: len(self._whole.get(place, ())) != len(self._part[place]))
 
     def _note_kind(self, seen: RecordedOperation, k: int) -> None:
         """Note what follows from an operation of a part's forward, the k-th at its place."""
@@ -168,11 +173,17 @@ class RowOperations:
         given = _row_dims(wholes[k].given, part.given)
         returned = _row_dims(wholes[k].returned, part.returned)
         name, *_ = seen.place
-        if not any(given) or seen.is_view:
+        if not any(given):
+            return
+        if seen.is_view:
+            if name in _ONE_ROW and not any(returned):
+                self._values.note_row(seen)
+                self._has_whole_numbers |= _has_whole_numbers(seen.result)
             return
         self._values.note_choice(seen)
         if not (name in _MOVING or any(returned)):
             self._values.add(seen.result)
+            self._has_whole_numbers |= _has_whole_numbers(seen.result)
             if isinstance(seen.result, bool):  # of `torch.equal`
                 self._values.note_read(seen.frame)
         elif (
@@ -186,13 +197,18 @@ class RowOperations:
     def kinds(self) -> set[OperationKind]:
         """The kinds of which there are any."""
         calls = ((place, k) for place, calls in self._part.items() for k in range(len(calls)))
-        return {kind for place, k in calls if (kind := self._kind(place, k)[0]) is not None}
+        found = {kind for place, k in calls if (kind := self._kind(place, k)[0]) is not None}
+        return found | ({OperationKind.WHOLE_NUMBERS} if self._has_whole_numbers else set())
 
     @contextmanager
     def scaled(self, kind: OperationKind, factor: float, rows: int) -> Iterator[None]:
         """Inside, in the forward of a part with so many rows, what operations of this kind return
         is multiplied, and truth values are the other way round: for two rows, not for one."""
         counts: Counter[OperationPlace] = Counter()
+        if kind is OperationKind.WHOLE_NUMBERS:
+            with self._of_other_numbers(factor):
+                yield
+            return
 
         def scale(seen: RecordedOperation) -> Any:
             place = seen.place
@@ -205,6 +221,37 @@ class RowOperations:
             return tree_map_only(Tensor, lambda x: _scaled(x, factor, dims, rows), seen.result)
 
         with OperationRecorder(scale).enabled():
+            yield
+
+    @contextmanager
+    def _of_other_numbers(self, factor: float) -> Iterator[None]:
+        """Inside, what is computed from whole numbers over the rows is another: floats are
+        multiplied, a truth value is the other one, and of several all are true."""
+        counts: Counter[OperationPlace] = Counter()
+        numbers = KnownTensors()
+
+        def follow(seen: RecordedOperation) -> Any:
+            place = seen.place
+            if seen.is_in_place or (seen.is_view and place[0] not in _ONE_ROW):
+                return seen.result
+            kind, _ = self._kind(place, counts[place])
+            counts[place] += 1
+            if kind in (OperationKind.SUM, OperationKind.REDUCTION):
+                if _has_whole_numbers(seen.result):
+                    numbers.add(seen.result)
+            elif place[0] not in _MOVING and numbers.have((seen.args, seen.kwargs)):
+                if _has_whole_numbers(seen.result):
+                    numbers.add(seen.result)
+                elif factor != 1:
+                    return tree_map_only(Tensor, lambda x: _other(x, factor), seen.result)
+            return seen.result
+
+        def follow_reduction(call: ReductionCall, result: Any) -> None:
+            lengths = self._lengths.get(call.place)
+            if lengths and len(call.tensor) not in lengths and _has_whole_numbers(result):
+                numbers.add(result)
+
+        with OperationRecorder(follow, follow_reduction).enabled():
             yield
 
     def _kind(self, place: OperationPlace, k: int) -> tuple[OperationKind | None, list[int]]:
@@ -312,6 +359,21 @@ def _scaled(result: Tensor, factor: float, pair: list[int], rows: int) -> Tensor
     shape = [1] * result.dim()
     shape[pair[0]], shape[pair[1]] = len(first), len(second)
     return result.where(same.view(shape), scaled)
+
+
+def _has_whole_numbers(result: Any) -> bool:
+    """Whether there are any among what an operation returns."""
+    tensors = (each for each in tree_leaves(result) if isinstance(each, Tensor))
+    return any(
+        not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool) for x in tensors
+    )
+
+
+def _other(result: Tensor, factor: float) -> Tensor:
+    """What is computed from whole numbers, if these are others."""
+    if result.dtype is not torch.bool:
+        return multiplied(result, factor)
+    return torch.ones_like(result) if result.dim() else ~result
 
 
 def multiplied(result: Tensor, factor: float) -> Tensor:

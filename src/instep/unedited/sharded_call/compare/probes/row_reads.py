@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -20,6 +20,7 @@ from instep.unedited.objects.script_code import functions_in
 from instep.unedited.objects.syntax_trees import definition_of_code
 from instep.unedited.sharded_call.compare.probes.branches import makes_difference
 from instep.unedited.sharded_call.compare.probes.function_rows import FunctionRows
+from instep.unedited.sharded_call.compare.probes.recorded_operations import OperationPlace
 from instep.unedited.sharded_call.compare.probes.row_kinds import (
     ALL,
     ROWS,
@@ -73,12 +74,15 @@ class RowReads:
         self._whole: dict[_Place, list[torch.Size]] = {}
         self._part: dict[_Place, list[torch.Size]] = {}
         self._functions: dict[CodeType, _Function] = {}
+        self._of_rows: dict[_Place, set[OperationPlace]] = {}
+        """Where one row is read, and what takes it."""
 
     def begin(self, *, of_whole: bool) -> None:
         """Forget what was noted of such a forward."""
         (self._whole if of_whole else self._part).clear()
         if not of_whole:
             self._functions.clear()
+            self._of_rows.clear()
 
     def note(self, tensor: Tensor, frame: FrameType, *, of_whole: bool) -> None:
         """Note that this code reads from a tensor."""
@@ -94,6 +98,20 @@ class RowReads:
             self._add_function(frame)
             code, span = place
             self._functions[code].seeds[span] = ALL
+
+    def note_of_row(self, frame: FrameType, taken: OperationPlace) -> None:
+        """Note that this code reads of a row that is taken at this place: the same one of all
+        rows, unless a loop takes each of them there."""
+        if (place := _place_of(frame)) is not None:
+            self._add_function(frame)
+            self._of_rows.setdefault(place, set()).add(taken)
+
+    def end(self, is_loop: Callable[[OperationPlace], bool]) -> None:
+        """Say which operations are repeated for each row: reads of what others take tell of one
+        row of all."""
+        for (code, span), taken in self._of_rows.items():
+            if not all(map(is_loop, taken)):
+                self._functions[code].seeds[span] = ALL
 
     def _add_function(self, frame: FrameType) -> None:
         """Remember the function of this code, and those that have called it."""

@@ -2,7 +2,7 @@
 `if len(chosen) > 8:`.
 
 A part of the batch may have another one than the whole batch has, in the first call that any of
-them takes that branch. So a forward that reads one in the condition of a branch which makes_difference is
+them takes that branch. So a forward that reads one in the condition of a branch which matters is
 not divided. What is computed from a reduction over the rows is followed through all operations,
 and of the rows that were chosen by their values their number.
 """
@@ -22,7 +22,10 @@ from torch import Tensor
 from instep.process.patching import replaced
 from instep.process.torch_private.tensors import tree_leaves
 from instep.unedited.sharded_call.compare.probes.branches import SIZES
-from instep.unedited.sharded_call.compare.probes.recorded_operations import RecordedOperation
+from instep.unedited.sharded_call.compare.probes.recorded_operations import (
+    OperationPlace,
+    RecordedOperation,
+)
 from instep.unedited.sharded_call.compare.probes.row_reads import RowReads
 
 _READING = "aten::_local_scalar_dense"
@@ -33,7 +36,7 @@ _CHOOSING = frozenset(
 """Operations whose results have a size that depends on values."""
 
 
-class _Tensors:
+class KnownTensors:
     """Some tensors, as long as they live."""
 
     def __init__(self) -> None:
@@ -59,7 +62,9 @@ class RowWideValues:
     """What a forward computes from reductions over its rows, and where it reads that."""
 
     def __init__(self, reads: RowReads) -> None:
-        self._tensors, self._chosen = _Tensors(), _Tensors()
+        self._tensors, self._chosen = KnownTensors(), KnownTensors()
+        self._single: dict[OperationPlace, KnownTensors] = {}
+        """Those of one row, and what is computed from them."""
         self._reads = reads
 
     def add(self, results: Any) -> None:
@@ -74,8 +79,18 @@ class RowWideValues:
                 self.note_read(seen.frame)
             else:
                 self._tensors.add(seen.result)
+        for place, tensors in self._single.items():
+            if tensors.have((seen.args, seen.kwargs)):
+                if name == _READING and seen.frame is not None:
+                    self._reads.note_of_row(seen.frame, place)
+                else:
+                    tensors.add(seen.result)
         if (seen.is_view or name in _INDEXING) and self._chosen.have(seen.args):
             self._chosen.add(seen.result)
+
+    def note_row(self, seen: RecordedOperation) -> None:
+        """Note an operation that takes one row, or as many of a part of the batch as of all."""
+        self._single.setdefault(seen.place, KnownTensors()).add(seen.result)
 
     def note_choice(self, seen: RecordedOperation) -> None:
         """Note an operation on the rows that may choose some by their values."""

@@ -35,7 +35,6 @@ from instep.unedited.sharded_call.compare.rounding import (
     output_tolerance,
 )
 from instep.unedited.sharded_call.compare.whole.reference import Reference
-from instep.unedited.sharded_call.plan.module_state.module_properties import is_compiled
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.argument_writes import run_whole
 from instep.unedited.sharded_call.run.forward.local_forward import run_planned
@@ -69,8 +68,6 @@ def depends_on_reductions(
     plan takes over all ranks are right. What fails or takes another branch proves nothing.
     Collective. Leaves another state behind.
     """
-    if is_compiled(reference.call.parts):  # it would be compiled anew
-        return False
     has_own_sums = plan.sums_without_rows is None and not plan.has_reductions
     forward, transport = reference.forward, group.transport
     lengths = forward.reduction_lengths
@@ -87,7 +84,9 @@ def depends_on_reductions(
         return True
     if on_any_rank(not operations.are_known, transport):
         forwards.note(operations)
-    kinds = [kind for kind in OperationKind if not (plan.has_reductions and kind.is_sum)]
+    allowed = [OperationKind.SUM] if plan.has_reductions else []
+    allowed += [OperationKind.WHOLE_NUMBERS] if not has_own_sums else []  # the count of all rows
+    kinds = [kind for kind in OperationKind if kind not in allowed]
     found = operations.kinds()
     return any(
         forwards.finds_dependency(scale, any_size, kind in found)
@@ -175,7 +174,7 @@ class _ScaledForwards:
         Collective."""
         transport = self._group.transport
         on_gpu = self._reference.call.is_on_accelerator
-        with probe_forwards() as is_other:
+        with probe_forwards(self._reference.call) as is_other:
             result, _ = attempt(run, transport, checks_indices=on_gpu)
             is_none = on_any_rank(result is None or is_other(), transport)
         return None if is_none else result
