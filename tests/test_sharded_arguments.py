@@ -563,9 +563,9 @@ def test_what_a_forward_adds_to_its_arguments_is_added_once(kind: str) -> None:
 
 class ChangingLater(Around):
     def forward(self, x: Tensor, memory: list[Tensor], change: Tensor) -> Tensor:
-        if change[0, 0] > 0:
+        if change > 0:
             memory.append(x)
-        if change[0, 0] < 0:
+        if change < 0:
             x.mul_(2)
         return self.body(x)
 
@@ -575,7 +575,7 @@ def test_a_list_that_is_changed_after_the_proof_is_changed_by_the_whole_call() -
     model, memory, x = ChangingLater(), Cache(), torch.randn(6, 6)
     with sharding():
         for change in (0.0, 0.0, 1.0):
-            model(x, memory.layers, torch.full((6, 1), change))
+            model(x, memory.layers, torch.tensor(change))
     assert [each is x for each in memory.layers] == [True]
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
 
@@ -586,18 +586,28 @@ def test_a_tensor_that_is_changed_after_the_proof_is_changed_once() -> None:
     changed = 2 * x
     with sharding():
         for change in (0.0, 0.0, -1.0):
-            model(x, memory.layers, torch.full((6, 1), change))
+            model(x, memory.layers, torch.tensor(change))
     assert torch.equal(x, changed)
+
+
+class ChangingUnseen(Around):
+    """Changes its input without a branch."""
+
+    def forward(self, x: Tensor, kind: Cache) -> Tensor:
+        methods = x.mul, x.mul_
+        methods[len(kind.layers)](2)
+        return self.body(x)
 
 
 @ranks(2)
 def test_a_tensor_that_is_changed_in_a_call_that_nobody_watches_is_an_error() -> None:
-    model, memory, x = ChangingLater(), Cache(), torch.randn(6, 6)
+    model, kind, x = ChangingUnseen(), Cache(), torch.randn(6, 6)
     with sharding():
         for _ in range(65):
-            model(x, memory.layers, torch.zeros(6, 1))
-        with pytest.raises(ShardedCallError, match="ChangingLater began to change its arguments"):
-            model(x, memory.layers, torch.full((6, 1), -1.0))
+            model(x, kind)
+        kind.layers.append(x)
+        with pytest.raises(ShardedCallError, match="ChangingUnseen began to change its arguments"):
+            model(x, kind)
 
 
 class Attending(Around):

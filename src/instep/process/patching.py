@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from instep.process.import_hooks import ImportHook, after_import
 
 Function = Callable[..., Any]
+Compile = Literal["trace", "inline", "break", "skip"]
 _ABSENT = object()
 
 
@@ -42,8 +43,9 @@ class Patch:
     factory: bool = False
     """Whether `replacement(original)` is called once, and returns what is looked up instead: for
     classes."""
-    compile: Literal["trace", "break", "skip"] = "trace"
-    """What torch.compile does at a call. "trace": it goes on into the replacement. "break": it
+    compile: Compile = "trace"
+    """What torch.compile does at a call. "trace": it goes on into the replacement. "inline": it
+    does so where it compiles the caller, and compiles no call that runs uncompiled. "break": it
     ends the graph; needed for functions of torch that it takes into graphs by their names. "skip":
     it does so, and nothing is compiled of what is called from there."""
 
@@ -52,7 +54,7 @@ def patches(
     reason: str,
     *rows: tuple[object, str, Function],
     factory: bool = False,
-    compile: Literal["trace", "break", "skip"] = "trace",  # noqa: A002  # as the field above
+    compile: Compile = "trace",  # noqa: A002  # as the field above
 ) -> list[Patch]:
     """Patches with a common reason. A row: the owner, names with blanks between, a replacement."""
     return [
@@ -118,7 +120,9 @@ class PatchHandle:
 
     def _install(self, patches: Iterable[Patch]) -> None:
         replaced = [(patch, self._replace(patch)) for patch in patches]
-        opaque = [patched for patch, patched in replaced if patched and patch.compile != "trace"]
+        opaque = [
+            patched for patch, patched in replaced if patched and patch.compile in ("break", "skip")
+        ]
         if opaque:
             self._cancel.append(after_import("torch._dynamo", lambda _: _disallow(opaque)))
 
@@ -198,7 +202,7 @@ def _wrap(original: Function, patch: Patch) -> Function:
         code, closure = patched.__code__, patched.__closure__
         patched = FunctionType(code, original.__globals__, closure=closure)
     functools.update_wrapper(patched, original)
-    if patch.compile == "skip":
+    if patch.compile in ("inline", "skip"):
         from instep.process.torch_private.compiler import skip_frame
 
         assert isinstance(patched, FunctionType)

@@ -85,5 +85,5 @@ def _give(ctx: Any, factors: Factors) -> bool:
     return reducer.collect_factors(ctx.weight, copies)
 
 
-PATCHES = [Patch(nn.functional, "linear", _linear)]
+PATCHES = [Patch(nn.functional, "linear", _linear, compile="inline")]
 """For replicas."""
